@@ -15,12 +15,9 @@ from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.template_facts import Opener
 
 Entry = int | str
-
 MAX_ENTRIES = 16  # of one hint
 MAX_IDS = 128  # of one entry
-
 _SPELLED = re.compile(r"(first|last(?:-([0-9]{1,6}))?):([0-9]{1,9}(?:,[0-9]{1,9})*)", re.ASCII)
-
 Kind = Literal["system", "history", "turn", "explicit", "learned"]
 
 # Ends of what other conversations are known to begin with, too.

@@ -19,14 +19,12 @@ from proxy.boundaries.template_facts import DEFAULT, Setting, TemplateFacts, set
 from proxy.boundaries.template_probe import SAMPLES, Render, learn_facts
 
 logger = logging.getLogger("seamark.boundaries")
-
 MAX_SETTINGS = 256  # of one template, beside the default one
 
 # Learnings a minute that clients can cause: by settings not seen before, and by chat templates of their own.
 SETTINGS_PER_MINUTE, TEMPLATES_PER_MINUTE = 30, 4
 SETTINGS_PER_KEY, TEMPLATES_PER_KEY = 15, 2  # as many of these as one API key may cause
 MINUTE = 60.0
-
 LEARNING_SECONDS = 90.0  # that one learning may take, however long each of its renders does
 REST = 4.0  # seconds without another learning of clients' for each second of one
 RETRY_SECONDS, MAX_RETRY_SECONDS = 5.0, 600.0  # after the first failure, doubled by each further one

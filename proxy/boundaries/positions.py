@@ -34,7 +34,6 @@ TEXTS = ("", "Quartz", "83 jigsaw", "the tide", "\nQuartz", " Quartz", ")Quartz"
 MAX_KNOWN = 4096  # heads that were seen once, and heads that were tried: a key each
 MAX_WAITING = 16
 MAX_WAITING_OF_KEY = 4  # that came with one API key
-
 HEAD_SECONDS = 30.0  # that all renders of one head may take
 REST = 9.0  # seconds for each second of rendering
 

@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from proxy.chat.canonical import canonical, digest, head_of
 
-# Tokens that may stand between an opener and its text: an id, or the name of a tool.
-GAP = 24
+GAP = 24  # tokens that may stand between an opener and its text: an id, or the name of a tool
 
 # Before which text: the first user text of a chat that has more behind it; the only text; a later user text that is the
 # chat's last one; a tool's result that is the last text; the same behind another tool's result.

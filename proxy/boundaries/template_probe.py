@@ -18,9 +18,7 @@ from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, Role, Temp
 # Token ids of a chat request; none: the template refuses such a chat.
 Render = Callable[[Mapping[str, Any]], Awaitable[Sequence[int]]]
 
-# These ids as text; None: not known.
-Detokenize = Callable[[Sequence[int]], Awaitable[str | None]]
-
+Detokenize = Callable[[Sequence[int]], Awaitable[str | None]]  # these ids as text; None: not known
 MIN_CHATS = 2  # to learn an opener from
 MAX_OPENER = 32  # tokens
 # Of a longer opener the first tokens are left out: what stands before may grow together with them.

@@ -30,8 +30,7 @@ HEAD_FIELDS = (
     "cache_salt",
 )
 
-# A field that is one of these might as well not be there.
-_UNSET: tuple[Any, ...] = (None, [], {})
+_UNSET: tuple[Any, ...] = (None, [], {})  # a field that is one of these might as well not be there
 
 # Characters of tool calls' arguments that are compared as JSON, in one request. No limit of a body's values counts what
 # they hold; those behind are compared as they are written.
@@ -40,7 +39,6 @@ MAX_ARGUMENTS = 32_768
 # What clients write on content for a cache, and no template reads.
 MARKS = ("cache_control", "prompt_cache_breakpoint")
 _NO_FIELDS = frozenset(("content", *MARKS))
-
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _encode_fast = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode

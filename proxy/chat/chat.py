@@ -19,9 +19,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
-
-# Of token ids, with sampling parameters as the engine has them.
-GENERATE = "/inference/v1/generate"
+GENERATE = "/inference/v1/generate"  # of token ids, with sampling parameters as the engine has them
 
 # All of vLLM outside `/v1/` that clients reach: what it has there for operators has no key of its own.
 OUTSIDE_V1 = frozenset(
@@ -39,8 +37,7 @@ OUTSIDE_V1 = frozenset(
     }
 )
 
-# In `Mark.message`: the mark stands on a tool.
-TOOLS = -1
+TOOLS = -1  # in `Mark.message`: the mark stands on a tool
 
 # Pydantic reads a flag or a number out of several spellings, and so does vLLM.
 _BOOL, _INT = TypeAdapter(bool), TypeAdapter(int)

@@ -71,7 +71,6 @@ HINTED = {
 }
 
 EMBEDDINGS = "/v1/embeddings"
-
 ENDPOINTS = HINTED.keys() | OUTSIDE_V1 | {EMBEDDINGS}
 
 

@@ -17,7 +17,6 @@ from proxy.http.json_body import memory_of
 
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 TEXT_PARTS = ("input_text", "output_text", "text")
-
 MAX_RESPONSES = 65_536  # whose worker is remembered; some 200 bytes each
 NAME_BYTES = 16
 MAX_ID_CHARACTERS = 256  # of a response; vLLM's have some 30, those of a gateway with keys 69

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-# More than any engine takes: what a worker reports beyond it is nonsense.
-MAX_TOKENS = 2**40
+MAX_TOKENS = 2**40  # more than any engine takes: what a worker reports beyond it is nonsense
 
 
 class Usage(NamedTuple):

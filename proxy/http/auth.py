@@ -21,9 +21,7 @@ from proxy.errors import Forbidden, NotFound, Unauthorized
 from proxy.http import asgi
 
 SALT_BYTES = 24
-
 ID_BYTES = 16  # at random in a response's id, and of the proof behind them
-
 _RESPONSE_ID = re.compile(rf"resp_([0-9a-f]{{{2 * ID_BYTES}}})([0-9a-f]{{{2 * ID_BYTES}}})")
 
 
@@ -188,23 +186,13 @@ def _presented(scope: asgi.Scope) -> list[bytes]:
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 ADMIN_OF_WORKERS = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER})
-
-# The worker reads no cache salt there.
-UNSALTED = frozenset({"/v2/embed"})
-
-# Rendering a request shows the salt in it.
-SHOWS_THE_SALT = ("/render", "/render/")
-
+UNSALTED = frozenset({"/v2/embed"})  # the worker reads no cache salt there
+SHOWS_THE_SALT = ("/render", "/render/")  # rendering a request shows the salt in it
 OPEN = frozenset({"/health", "/ready"})
-
 EXPLANATIONS = "/seamark/requests/"
-
 PREFIXES = "/seamark/prefixes"
-
 ROOT = "/"  # leads to the page
-
 PAGE = "/ui"
-
 LIVE = "/seamark/live"
 
 

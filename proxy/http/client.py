@@ -43,7 +43,6 @@ OWN_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOME
 MORE_HEADER_BYTES = 8192
 
 MOST_OWN_BYTES = 2**26  # of an answer to one of the gateway's own requests
-
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 

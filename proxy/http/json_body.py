@@ -14,7 +14,6 @@ import msgspec
 from proxy.errors import BadRequest, TooComplex
 
 XARGS = "vllm_xargs"
-
 HINT = "seamark_boundaries"
 
 # Also in `vllm_xargs`, and never from clients: 1 has the engine keep the prompt in its cache, 0 let it go.
@@ -27,13 +26,9 @@ LOAD = "seamark_load"
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
 _DECODER = json.JSONDecoder()
-
 _decode_fast = msgspec.json.Decoder().decode
-
 _WHITESPACE = re.compile(r"[\ufeff \t\n\r]*")
-
 _TO_A_CHARACTER = re.compile(rb"\\*.?", re.DOTALL)  # with what escapes it, whether that has begun or not
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 # Values are objects, arrays and named values. Other elements of arrays, such as token ids, are counted by the ten.
@@ -49,13 +44,9 @@ _NO_STRUCTURE = bytes(set(range(256)) - set(b"[{]},:"))
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 _CONTAINERS = frozenset((dict, list))
-
 _NUMBERS = frozenset((int, float))
-
 NUMBERS_PER_VALUE = 100  # in a list of nothing else
-
 NUMBER_BYTES = 32  # of one that is not shared, as small ones are
-
 MOST_PER_BYTE = 32  # bytes that a byte of JSON can become: in objects with one short name
 
 
@@ -67,7 +58,6 @@ class Memory(NamedTuple):
 
 
 NOTHING = Memory(0, 0)
-
 SLICE = 1 << 20  # bytes looked through at once: one of quotes alone becomes fifty times as many
 
 

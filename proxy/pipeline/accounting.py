@@ -37,16 +37,10 @@ if TYPE_CHECKING:
     from proxy.observability.tracing import Tracing
 
 logger = logging.getLogger("seamark.gateway")
-
 NOT_FOUND = 404
-
-# A change is sought if more than one in so many tokens of a prompt was computed.
-MOST_PARTS = 8
-
+MOST_PARTS = 8  # a change is sought if more than one in so many tokens of a prompt was computed
 SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
-
 FORGET_SECONDS = 1.0  # between two looks at workers that are gone
-
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
 

@@ -27,7 +27,6 @@ from proxy.pipeline.exchange import Choice, Exchange
 BASE = "base_model_name"
 
 MOST_CHARACTERS = 200  # of a worker's own words in an error
-
 NO_ROUTE = "it has no such route: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
 
@@ -65,7 +64,7 @@ class AdapterChanges:
         task.add_done_callback(_over)
         with exchange.timings.waiting():
             outcome = await asyncio.shield(task)
-        exchange.give(Choice(outcome.worker))
+        exchange.choice = Choice(outcome.worker)
         headers = [
             (b"content-type", outcome.kind),
             (b"x-seamark-worker", outcome.worker.name.encode()),

@@ -18,13 +18,9 @@ from proxy.http import asgi
 from proxy.pipeline.exchange import Exchange, choices_of
 
 CACHEABLE = HINTED.keys() | {EMBEDDINGS}
-
 NO_SEED = -1  # for vLLM
-
 HEADER = b"x-seamark-cache"
-
 ALLOW = b"allow"  # value of the header in a request
-
 ANY_MODEL = "*"
 
 # Request headers on which an answer may depend; without keys of the gateway's own, also who asks the worker.

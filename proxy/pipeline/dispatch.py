@@ -28,11 +28,8 @@ from proxy.routing.prefix_index import Holding, PrefixIndex
 from proxy.routing.queue import AdmissionQueue
 
 NOT_FOUND = 404
-
 TOO_LONG = 400  # among other things
-
-# Workers that one request asks for a response whose worker is not known.
-MOST_ASKED = 16
+MOST_ASKED = 16  # workers that one request asks for a response whose worker is not known
 
 
 @dataclass(eq=False)
@@ -296,13 +293,13 @@ class Lease:
         """The request is answered without a worker: if it has a slot, give it back, as if it had not been chosen."""
         if self.has_slot:
             self.never_sent()
-            self.exchange.give(None)
+            self.exchange.choice = None
             self.waited = 0.0  # it has had its turn
 
     def take(self, choice: Choice) -> None:
         """A slot at the worker that was chosen."""
         exchange, worker = self.exchange, choice.worker
-        exchange.give(choice)
+        exchange.choice = choice
         self.prompt = exchange.prompt.tokens or round(len(exchange.body.raw) * TOKENS_PER_BYTE)
         self._was_idle = not worker.inflight
         self._slot = Slot(worker, self.prompt - choice.held)

@@ -30,18 +30,14 @@ if TYPE_CHECKING:
     from proxy.observability.tracing import RequestTrace
 
 RESPONSE_PATH = RESPONSES + "/"
-
 _DIGITS = frozenset("0123456789")  # nearly every id has one, no word of a path has
-
 RESPONSE_ACTIONS = frozenset({"render", "input_tokens", "compact"})  # what stands in place of an id there
-
 CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every event
 
 # Milliseconds between a request's arrival and its answer's head, except for those in which it waited.
 OWN_TIME = b"x-seamark-overhead-ms"
 
-# In `vllm_xargs`, beside the hint, which is replaced.
-NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})
+NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})  # in `vllm_xargs`, beside the hint, which is replaced
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
 SESSION_HEADERS = tuple(b"x-session-affinity x-session-id session-id session_id x-claude-code-session-id".split())
@@ -323,7 +319,7 @@ class Exchange:
     trace: RequestTrace | None = None  # None: nothing is traced
     prompt: Prompt = NOT_READ
     timings: Timings = field(default_factory=Timings)
-    choice: Choice | None = None  # by `give`; None: no worker had it yet
+    choice: Choice | None = None  # the last one, by `Lease`; None: no worker had it yet
     asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
     landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
@@ -331,10 +327,6 @@ class Exchange:
     record: Record | None = None  # of its explanation
     model_label: str | None = None  # in metrics; None until it is counted
     is_over: bool = False
-
-    def give(self, choice: Choice | None) -> None:
-        """It goes to the worker that was chosen, or to none, whatever was chosen before."""
-        self.choice = choice
 
     @property
     def worker(self) -> Worker | None:

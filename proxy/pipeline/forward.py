@@ -34,16 +34,13 @@ from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
-# How vLLM's answers begin.
-_ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"')
+_ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"')  # how vLLM's answers begin
 
 # The worker then says in a whole answer's headers what became of the hint.
 ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
 
 
-# A worker, or a proxy before it, says by these that it has not computed the request.
-NOT_TAKEN = (502, 503)
-
+NOT_TAKEN = (502, 503)  # a worker, or a proxy before it, says by these that it has not computed the request
 UNREACHABLE, STALE, NOT_STORED, REFUSED = "unreachable", "stale", "not_found", "refused"
 
 
@@ -66,14 +63,12 @@ RETRIES: Mapping[str, _Retry] = {
 
 NO_ROUTE = (404, 405, 501)
 NOT_RENDERED = (400, 422, 500)  # what a template refuses
-
 EVENT_STREAM = "text/event-stream"
 
 # Headers of a chat that say something else of a message.
 NOT_OF_MESSAGES = ("content-length", "content-encoding", "content-type")
 
-# Statuses without a body, and without a length to announce.
-BODILESS = (204, 304)
+BODILESS = (204, 304)  # statuses without a body, and without a length to announce
 
 
 @dataclass(eq=False)

@@ -27,10 +27,9 @@ from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
 from proxy.pipeline.forward import ResponseRelay
-from proxy.pipeline.handler import Answering, BodyReader, RequestHandler
+from proxy.pipeline.handler import Answering, BodyReader, Preflights, RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.prefill import Prefills
-from proxy.pipeline.preflight import Preflights
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.replayer import Replayer, WarmUp
 from proxy.pipeline.response_cache import ResponseCache
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
     from proxy.observability.tracing import Tracing
     from proxy.routing.redis_sync import RedisSync
 
-# Seconds between two looks at the files that are read again when they change.
-FILES_INTERVAL = 1.0
+FILES_INTERVAL = 1.0  # seconds between two looks at the files that are read again when they change
 
 
 class Gateway:

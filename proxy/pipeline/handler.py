@@ -24,19 +24,21 @@ from proxy.errors import (
     TooComplex,
     Unauthorized,
     UnreadableCoding,
+    WorkerFailed,
 )
+from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import OWN_REQUESTS
 from proxy.http import asgi, auth
+from proxy.http.asgi import BodyHold, BodyMemory
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
-from proxy.http.body_memory import BodyHold, BodyMemory
+from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.form_body import is_form, read_form, refuse_urlencoded
 from proxy.http.json_body import as_utf8, memory_of, parse_object
 from proxy.idle_work import IdleWork
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of
-from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of, target_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
@@ -52,6 +54,11 @@ TURNS = 4  # of the event loop: enough for a page, or for a piece of a stream fr
 
 # How a JSON object begins, in any of its encodings; audio and images do not.
 _OBJECT = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\s\0])*\{")
+
+MOST_PREFLIGHTS, PREFLIGHT_SECONDS, PREFLIGHT_BYTES = 32, 5.0, 2**16  # at once; for an answer, and of one
+
+# What a worker answers to a preflight request of every site if it lets all of them in, as vLLM does by default.
+ANY_SITE = (b"access-control-allow-origin", b"*")
 
 # From a request that has been read to the last byte of its answer. Raises `GatewayError` for what a client is to be
 # told before its answer begins.
@@ -113,6 +120,55 @@ class BodyReader:
         async with self._turns:
             for _ in range(TURNS):
                 await asyncio.sleep(0)
+
+
+def is_preflight(scope: asgi.Scope) -> bool:
+    """Whether a browser asks, by the Fetch standard, before it sends a request of another site's page."""
+    return (
+        scope["method"] == "OPTIONS"
+        and asgi.header(scope, b"origin") is not None
+        and asgi.header(scope, b"access-control-request-method") is not None
+    )
+
+
+@dataclass(eq=False)
+class Preflights:
+    """Has a worker answer a browser's question whether a page of another site may ask, which carries no key.
+
+    Whoever started the worker decides which sites may ask (vLLM's `--allowed-origins`; all, if it is not given). The
+    question takes no slot: nobody with a key may have to wait behind those without one.
+    """
+
+    _pool: WorkerPool
+    _upstream: Upstream
+    _under_way: int = 0
+
+    async def answer(self, scope: asgi.Scope, request_id: str, send: asgi.Send) -> None:
+        """Pass on what a worker says. Raises `NotFound`, `NoWorker`, `Overloaded` or `WorkerFailed`."""
+        workers = await self._pool.ready()
+        if not workers:
+            raise no_worker("No worker is ready.", self._pool.workers)
+        if self._under_way >= MOST_PREFLIGHTS:
+            raise Overloaded("Too many preflight requests at once.")
+        headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED_WITH_KEY)
+        self._under_way += 1
+        try:
+            url = workers[0].address + target_of(scope)
+            answer = await self._upstream.send("OPTIONS", url, headers, read_timeout=PREFLIGHT_SECONDS)
+            try:
+                body = b""
+                async for chunk in answer.chunks():
+                    body += chunk
+                    if len(body) > PREFLIGHT_BYTES:
+                        raise WorkerFailed("The worker's answer to a preflight request is too large.")
+            finally:
+                answer.close()
+        except (Unreachable, Broken):
+            raise WorkerFailed("The worker did not answer a preflight request.") from None
+        finally:
+            self._under_way -= 1
+        named = (b"x-request-id", request_id.encode("latin-1"))
+        await asgi.send_whole(send, answer.status, [*asgi.end_to_end(answer.headers, asgi.OWN_RESPONSE), named], body)
 
 
 @dataclass(eq=False)

@@ -34,19 +34,11 @@ from proxy.pipeline.replayer import Replayer
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.pinned_prompts")
-
 MOST_PROMPTS, MOST_BYTES = 64, 2**24  # of all prompts together
-
 MAX_NAME = 128  # characters
-
 POLL_SECONDS = 1.0
-
-# After that a worker that failed is asked again.
-RETRY_SECONDS = 30.0
-
-# For releasing, when the gateway stops, what nobody could release after it.
-STOP_SECONDS = 5.0
-
+RETRY_SECONDS = 30.0  # after that a worker that failed is asked again
+STOP_SECONDS = 5.0  # for releasing, when the gateway stops, what nobody could release after it
 PINNED, RELEASED = "pinned", "released"
 NO_ROOM = "no_room"  # in the engine's share of pins
 WAITING, FAILED, NO_FACTS, UNTOLD = "waiting", "failed", "no_facts", "not_told"

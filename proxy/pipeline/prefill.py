@@ -46,8 +46,7 @@ _ALONE = ("previous_response_id", "prompt_logprobs", "echo", "background", "best
 # Until the workers know their own speed: a prompt of so many tokens is worth a second call.
 ASSUMED_TOKENS = 512
 
-# Calls of which it is remembered what they cost beside the computing.
-REMEMBERED = 32
+REMEMBERED = 32  # calls of which it is remembered what they cost beside the computing
 
 # What became of the first call.
 LOADED, SHORT, FAILED, NO_PREFILL_WORKER = "sent", "short", "failed", "no_worker"

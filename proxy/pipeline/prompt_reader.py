@@ -36,13 +36,8 @@ from proxy.pipeline.exchange import Exchange, Prompt
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
-
-# Tokens of a byte of a request's body until answers have told better.
-TOKENS_PER_BYTE = 0.25
-
-# What one answer counts in the mean of its model.
-NEW_WEIGHT = 0.1
-
+TOKENS_PER_BYTE = 0.25  # tokens of a byte of a request's body until answers have told better
+NEW_WEIGHT = 0.1  # what one answer counts in the mean of its model
 MAX_MODELS = 256
 
 

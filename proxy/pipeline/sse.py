@@ -27,17 +27,14 @@ from proxy.idle_work import beside
 # Between two events, and a line of the next one: of a blank line SDKs make an empty event.
 HEARTBEAT = b": keep-alive\n"
 
-# An event this long is passed on in pieces.
-MAX_HELD_BYTES = 2**20
+MAX_HELD_BYTES = 2**20  # an event this long is passed on in pieces
 
 # Health checks in a row in which nothing listens at a worker, and a stream of it brings nothing: it is gone. One that
 # stops in good order does not listen either, and says something meanwhile.
 GONE_CHECKS = 4
 
 _ENDS = (b"\n\n", b"\n\r\n")
-
 _FINISHED = b'"finish_reason":"'  # in the event that ends a choice
-
 _USAGE = re.compile(rb'"usage":\s*\{')  # not within a text, where a backslash stands before each quote
 
 # How the last event of a stream begins, in each API.

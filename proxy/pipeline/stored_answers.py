@@ -22,15 +22,13 @@ LARGEST_SHARE = 4  # an answer may take that part of the bound
 ENTRY_BYTES = 1400
 
 POINTER_BYTES = 8
-
 PIECE_BYTES = 2**16  # sent at once of an answer
 
 # A key may hold so many times what is free for what cannot go: answers under way, or being sent (as for bodies, see
-# `proxy/http/body_memory.py`).
+# `proxy/http/asgi.py`).
 TIMES_WHAT_IS_FREE = 2
 
-# What nobody has asked for in so long goes for any key's answers.
-STALE_SECONDS = 3600.0
+STALE_SECONDS = 3600.0  # what nobody has asked for in so long goes for any key's answers
 
 # Of a model's entry in /v1/models: what tells models of one name apart. vLLM makes up the rest each time.
 _CARD = ("id", "root", "parent", "max_model_len")

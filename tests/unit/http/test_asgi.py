@@ -10,9 +10,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
-from proxy.http import asgi, body_memory
-from proxy.http.asgi import BodyState, ClientGone, ClientWatch, Pace, check_room, end_to_end, read_body, unencoded
-from proxy.http.body_memory import LEFT_BY_LARGE, SMALL_BYTES, TIMES_WHAT_IS_FREE, TRIM_AFTER_BYTES, BodyMemory
+from proxy.http import asgi
+from proxy.http.asgi import (
+    LEFT_BY_LARGE,
+    SMALL_BYTES,
+    TIMES_WHAT_IS_FREE,
+    TRIM_AFTER_BYTES,
+    BodyMemory,
+    BodyState,
+    ClientGone,
+    ClientWatch,
+    Pace,
+    check_room,
+    end_to_end,
+    read_body,
+    unencoded,
+)
 from tests.harness.virtual_time import on_virtual_time
 
 
@@ -215,7 +228,7 @@ TestBodies = Bodies.TestCase
 
 def test_the_heap_is_given_back_once_for_so_many_bytes_that_were_freed(monkeypatch):
     trims: list[int] = []
-    monkeypatch.setattr(body_memory, "_trim", trims.append)
+    monkeypatch.setattr(asgi, "_trim", trims.append)
     memory = BodyMemory(10 * TRIM_AFTER_BYTES)
     seen = []
     for size in (TRIM_AFTER_BYTES - 1, 1, TRIM_AFTER_BYTES - 1, TRIM_AFTER_BYTES, 1):
@@ -223,7 +236,7 @@ def test_the_heap_is_given_back_once_for_so_many_bytes_that_were_freed(monkeypat
         memory.shrink(None, size)
         seen.append(len(trims))
     assert seen == [0, 1, 1, 2, 2] and set(trims) == {0}
-    monkeypatch.setattr(body_memory, "_trim", None)  # another libc
+    monkeypatch.setattr(asgi, "_trim", None)  # another libc
     memory.of().take(2 * TRIM_AFTER_BYTES)
     memory.shrink(None, 2 * TRIM_AFTER_BYTES)
     assert memory.held == 0
