@@ -68,8 +68,6 @@ class BoundaryFinder:
 
 
 class _Search:
-    """One chat."""
-
     def __init__(
         self,
         layout: PromptLayout,
@@ -151,7 +149,6 @@ class _Search:
             self._boundaries.append(Boundary("learned", key, None, self._positions.get(key), self._estimate(behind)))
 
     def found(self, renderer_id: bytes) -> Found:
-        """What was found."""
         layout = self._layout
         boundaries = tuple(sorted(self._boundaries, key=lambda boundary: boundary.estimate))  # one measure for all
         entries = [boundary.entry for boundary in boundaries if boundary.entry is not None]

@@ -50,7 +50,6 @@ class Setting(NamedTuple):
 
     @property
     def is_default(self) -> bool:
-        """Nothing is set."""
         return not self.fields
 
 

@@ -75,7 +75,6 @@ class Chat:
 
     @cached_property
     def texts(self) -> tuple[str | None, ...]:
-        """The text of each message, see `text_of`."""
         return tuple([text_of(message) for message in self.messages])
 
     @cached_property

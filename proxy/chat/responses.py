@@ -166,7 +166,6 @@ class StoredResponses:
 
     @property
     def held(self) -> int:
-        """Bytes that are kept."""
         return int(self._chats.currsize)
 
     def put(self, chat: Chat | None, answer: Any, boot: str, owner: str | None = None) -> None:

@@ -50,8 +50,6 @@ RULES = {"billing_header": (_billing_header, MESSAGES), "tools_sorted": (_tools_
 
 
 class Rewritten(NamedTuple):
-    """A body after the rules."""
-
     edits: tuple[Edit, ...]
     applied: tuple[str, ...]  # rules that changed it
     could: tuple[str, ...]  # rules that are off and would have

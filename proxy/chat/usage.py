@@ -27,7 +27,6 @@ class PassingUsage:
         self._held = b""
 
     def see(self, piece: bytes) -> None:
-        """The next piece."""
         text = self._held + piece
         at = text.rfind(_KEY)
         self._held = text[at : at + MOST_USAGE_BYTES] if at >= 0 else text[-len(_KEY) :]

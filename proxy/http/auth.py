@@ -26,8 +26,6 @@ _RESPONSE_ID = re.compile(rf"resp_([0-9a-f]{{{2 * ID_BYTES}}})([0-9a-f]{{{2 * ID
 
 
 class KeyEntry(BaseModel):
-    """A key's entry in the file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sha256: tuple[str, ...] = Field(min_length=1)  # several while one key replaces another
@@ -127,7 +125,6 @@ class KeyRing:
         self._load()
 
     def refresh(self) -> None:
-        """Read the file again if it has changed."""
         if self.file.refresh():
             self._load()
 

@@ -151,7 +151,6 @@ class Accounting(Part):
         self._tell(exchange)
 
     def _count(self, exchange: Exchange) -> None:
-        """Count the request itself."""
         worker, status, head = exchange.worker, exchange.reply.status, exchange.head
         model = exchange.model_label = self._model_label(exchange, status)
         name = worker.name if worker is not None else ""
@@ -172,7 +171,6 @@ class Accounting(Part):
             exchange.trace.end(exchange.reply.status, model, worker, exchange.timings.stages(), explanation)
 
     def _so_far(self, exchange: Exchange, record: Record) -> Explanation:
-        """What is known of a request by now."""
         head, prompt, worker, outcome = exchange.head, exchange.prompt, exchange.worker, exchange.outcome
         found = prompt.found or Found()
         status = exchange.reply.status if exchange.is_over else None
@@ -212,7 +210,6 @@ class Accounting(Part):
             self._leaving.append(worker)
 
     async def run(self) -> None:
-        """Forget the figures of workers that are gone, for ever."""
         while True:
             await asyncio.sleep(FORGET_SECONDS)
             await self._idle.lull()

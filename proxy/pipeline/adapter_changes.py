@@ -48,8 +48,6 @@ class _Changed(NamedTuple):
 
 @dataclass(eq=False)
 class AdapterChanges:
-    """Has all workers change."""
-
     _pools: Sequence[WorkerPool]
     _upstream: Upstream
     _silence_timeout: float  # seconds: how long a worker may take for a change

@@ -160,7 +160,6 @@ class Ending:
         self._last = b"", b""  # data of a stream's last two events
 
     def see(self, piece: bytes) -> None:
-        """The next piece."""
         if self._is_odd:
             return
         known = len(self._rest)

@@ -34,8 +34,6 @@ MOST_ASKED = 16  # workers that one request asks for a response whose worker is 
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Chooses workers."""
-
     _load_slack: int  # setting
     _pool: WorkerPool
     _queue: AdmissionQueue
@@ -105,7 +103,6 @@ class Dispatcher:
         return False
 
     def released(self) -> None:
-        """A slot has become free."""
         if len(self._queue):
             self._queue.wake()
 
@@ -249,7 +246,6 @@ class Lease:
 
     @property
     def has_slot(self) -> bool:
-        """Whether the request is counted at a worker."""
         return self._slot is not None
 
     @property

@@ -39,7 +39,6 @@ def _anthropic(error: GatewayError) -> dict[str, Any]:
 
 
 def error_headers(error: GatewayError) -> dict[str, str]:
-    """The headers that belong to the error."""
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)

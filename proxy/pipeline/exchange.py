@@ -61,12 +61,10 @@ class Head(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether the client says that the body is JSON."""
         return any(name == b"content-type" and b"json" in value.lower() for name, value in self.headers)
 
     @property
     def user_agent(self) -> str | None:
-        """What the client calls itself."""
         agent = next((value for name, value in self.headers if name == b"user-agent"), None)
         return agent.decode("latin-1") if agent is not None else None
 
@@ -282,7 +280,6 @@ class Reply:
 
     @property
     def has_lost_client(self) -> bool:
-        """Whether the client has left before it had all of the answer."""
         return self.watch is not None and self.watch.gone
 
     def failed(self, status: int) -> None:

@@ -73,8 +73,6 @@ BODILESS = (204, 304)  # statuses without a body, and without a length to announ
 
 @dataclass(eq=False)
 class ResponseRelay:
-    """Has workers answer."""
-
     _settings: Settings
     _metrics: Metrics
     _pool: WorkerPool

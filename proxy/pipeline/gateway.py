@@ -156,7 +156,6 @@ class Gateway:
 
     @property
     def text_held(self) -> int:
-        """Bytes of prompts in memory."""
         return self.reader.held + self.shelf.held
 
     def _watch(self, setting: str, file: WatchedFile[Any] | None, refresh: Callable[[], None]) -> None:

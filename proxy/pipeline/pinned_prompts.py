@@ -118,7 +118,6 @@ class PinnedPrompt:
         return fate.word if fate is not None and fate.boot == worker.boot else WAITING
 
     def is_due(self, worker: Worker) -> bool:
-        """Whether it is to be pinned at `worker` now."""
         word = self.fate(worker)
         return worker.serves(self.model) and (word == WAITING or (word in _PASSING and self._may_ask(worker)))
 
@@ -131,8 +130,6 @@ class PinnedPrompt:
 
 
 class PinnedPrompts(Part):
-    """All of one gateway's."""
-
     name = "pinned_prompts"
 
     def __init__(
@@ -198,7 +195,6 @@ class PinnedPrompts(Part):
         return self._shown(prompt)
 
     def refresh(self) -> None:
-        """Read the file again if it has changed."""
         if self.file is not None and self.file.refresh():
             self._load(self.file.value)
 
@@ -216,7 +212,6 @@ class PinnedPrompts(Part):
             await self.make(worker)
 
     async def run(self) -> None:
-        """Pin what is not pinned yet, for ever."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             await self.make_all()
@@ -228,7 +223,6 @@ class PinnedPrompts(Part):
                 group.create_task(self.make(worker))
 
     async def make(self, worker: Worker) -> None:
-        """Pin and release what is to be at one worker."""
         async with self._turns.setdefault(worker.url, asyncio.Lock()):
             self._follow_salts()
             for prompt in [prompt for prompt in self._released if prompt.is_to_go(worker)]:

@@ -54,8 +54,6 @@ LOADED, SHORT, FAILED, NO_PREFILL_WORKER = "sent", "short", "failed", "no_worker
 
 @dataclass(eq=False)
 class Prefills:
-    """The first calls."""
-
     _settings: Settings
     _pool: WorkerPool  # of prefill workers
     _upstream: Upstream

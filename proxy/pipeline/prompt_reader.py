@@ -63,7 +63,6 @@ class PromptReader:
 
     @property
     def held(self) -> int:
-        """Bytes of prompts in memory."""
         return self.learner.held + self.recent.held + self.stored.held
 
     async def find(self, exchange: Exchange) -> None:
@@ -97,7 +96,6 @@ class PromptReader:
         return prompt._replace(chat=chat, tokens=tokens, rewrites=rewrites)
 
     def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
-        """Where it can be shared up to."""
         size = len(exchange.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
@@ -116,7 +114,6 @@ class PromptReader:
         return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
 
     def _rate(self, model: Any) -> float:
-        """Tokens of a byte of a request's body."""
         return self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
 
     async def find_boundaries(

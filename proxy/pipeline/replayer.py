@@ -21,15 +21,12 @@ from proxy.routing.prefix_index import PrefixIndex
 
 
 class Replayed(NamedTuple):
-    """A worker's answer."""
-
     status: int
     body: bytes
     pin: str = ""  # what became of the wish to pin the prompt, or to release it; empty if the worker does not say
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens of which it tells."""
         try:
             return usage_of(loads(self.body))
         except ValueError:
@@ -38,8 +35,6 @@ class Replayed(NamedTuple):
 
 @dataclass(eq=False)
 class Replayer:
-    """Sends prompts for one token."""
-
     _upstream: Upstream
     _prefix_index: PrefixIndex
     _engine_events: EngineEvents

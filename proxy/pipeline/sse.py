@@ -49,8 +49,6 @@ _LAST = (
 
 @dataclass(eq=False)
 class SseRelay:
-    """Relays one stream."""
-
     _send: asgi.Send
     _choices: int = 0  # remove the event that holds only usage, behind the ends of so many; 0: leave it
     # Called with the first event before that is sent; then `first` and `last` are kept.
@@ -134,7 +132,6 @@ class SseRelay:
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens that the stream reported."""
         return usage_in_stream(self._with_usage)
 
     async def _pass_on(self, chunk: bytes) -> None:
@@ -262,7 +259,6 @@ class Heartbeats(Part):
             stream.refused(worker.refusals)
 
     async def run(self) -> None:
-        """Keep all streams alive, for ever."""
         while self._interval:
             await asyncio.sleep(self._interval / 4)
             silent = time.monotonic() - self._interval

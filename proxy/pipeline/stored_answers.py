@@ -84,8 +84,6 @@ def grouped(pieces: Sequence[bytes]) -> tuple[bytes, ...]:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A stored answer."""
-
     headers: asgi.HeaderList
     pieces: Sequence[bytes]
     source: Source
@@ -122,7 +120,6 @@ class StoredAnswers:
 
     @property
     def largest(self) -> int:
-        """Bytes that one answer may take."""
         return self._most // LARGEST_SHARE
 
     def get(self, key: bytes) -> Entry | None:
