@@ -159,7 +159,9 @@ class StoredResponses:
     def __init__(self, size: int, most: int = MAX_RESPONSES) -> None:
         """`size` of the chats in bytes, 0 to keep none; of `most` responses the worker is known."""
         # Messages by name; measured once, when they are put.
-        self._chats: FIFOCache[bytes, list[dict[str, Any]]] = FIFOCache(size, getsizeof=_size_of)
+        self._chats: FIFOCache[bytes, list[dict[str, Any]]] = FIFOCache(
+            size, getsizeof=lambda messages: memory_of(messages, 0, sys.maxsize).size
+        )
         self._boots: OrderedDict[bytes, str] = OrderedDict()  # of their workers, oldest first
         self._most = most
         self.on_kept: Callable[[bytes, str], None] | None = None  # other gateways learn of it there
@@ -208,10 +210,6 @@ class StoredResponses:
         """The worker that stores that response of `owner`: another one would not know it. None if that is unknown."""
         name = _stored_name(response_id, owner)
         return self._boots.get(name) if name is not None else None
-
-
-def _size_of(messages: list[dict[str, Any]]) -> int:
-    return memory_of(messages, 0, sys.maxsize).size
 
 
 def _stored_name(response_id: Any, owner: str | None) -> bytes | None:

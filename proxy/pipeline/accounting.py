@@ -10,12 +10,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.boundaries.boundary import Entry, Found, resolved_positions
+from proxy.boundaries.boundary import Found, resolved_positions
 from proxy.chat.chat import RESPONSES, flag
 from proxy.chat.usage import Usage
 from proxy.fleet.part import Change, Part
@@ -284,14 +283,6 @@ class Accounting(Part):
             self._reader.told(found.turn_key, prompt - found.end)
             self._prefix_index.set_length(found.turn_key, prompt - found.end)
 
-    def _learn_positions(self, found: Found, positions: Mapping[Entry, int], prompt: int) -> None:
-        """The engine has resolved the hint: an engine whose feed cannot be followed says so here alone."""
-        for boundary in found.boundaries:
-            tokens = positions.get(boundary.entry, 0) if boundary.entry is not None else 0
-            if 0 < tokens <= prompt:
-                self._reader.told(boundary.key, tokens)
-                self._prefix_index.set_length(boundary.key, tokens)
-
     async def _ask_engine(self, exchange: Exchange, outcome: RequestOutcome) -> None:
         """Explain a stream once its engine has been asked."""
         try:
@@ -318,15 +309,19 @@ class Accounting(Part):
         metrics, timings, engine, model = self._metrics, exchange.timings, outcome.engine, outcome.model
         found = exchange.prompt.found or Found()
         positions = resolved_positions(exchange.body.hint, engine.positions if engine is not None else ())
-        self._learn_positions(found, positions, prompt)
+        for boundary in found.boundaries:  # an engine whose feed cannot be followed says so here alone
+            tokens = positions.get(boundary.entry, 0) if boundary.entry is not None else 0
+            if 0 < tokens <= prompt:
+                self._reader.told(boundary.key, tokens)
+                self._prefix_index.set_length(boundary.key, tokens)
         # What came, beside what could have come: the engine's word where there is one.
-        tokens = {b.key: positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries}
+        ends = [positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries]
         delivery = Delivery.of(
             expected,
             prompt,
             cached,
             shared=engine.shared if engine is not None else None,
-            deepest=max(tokens.values(), default=0),
+            deepest=max(ends, default=0),
             engine=engine.reason if engine is not None else None,
         )
         change = yield from self._change(exchange, expected, delivery)

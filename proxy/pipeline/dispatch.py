@@ -170,8 +170,10 @@ class Dispatcher:
             sent = self._prefix_index.sent(found.prefixes, boots)
             ever_sent = self._prefix_index.ever_sent(found.prefixes)
             told = longest.tokens if longest is not None and longest.is_told else 0
+        # In shadow mode a plugin that refuses hints is known, too.
+        without = "unpatched" if engine is None and not worker.refused else "hint_ignored"
         expected = Expectation(
-            failure=found.failure if takes_hints else _failure(worker),
+            failure=found.failure if takes_hints else without,
             sent=sent,
             sent_here=sent is not None and boot in sent.held,
             ever_sent=ever_sent,
@@ -257,11 +259,6 @@ class Lease:
     def is_alone(self) -> bool:
         """Whether the worker has had no other request since it got this one."""
         return self._was_idle and self._slot is not None and self.worker.dispatched == self._slot.number
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether it names a stored response, or what a known worker has made: worth waiting for a slot."""
-        return self.exchange.response_id is not None or self._dispatcher.keeper(self.exchange) is not None
 
     async def move(self) -> None:
         """The worker has computed nothing of the request: give its slot back, and wait for another one."""
@@ -351,9 +348,3 @@ def count_at(key: ApiKey | None, requests: int) -> None:
     """So many more requests of an API key are under way. They are counted here and nowhere else."""
     if key is not None:
         key.under_way += requests
-
-
-def _failure(worker: Worker) -> str:
-    """Why a worker gets no hint whatever the request is."""
-    # In shadow mode a plugin that refuses hints is known, too.
-    return "unpatched" if worker.engine is None and not worker.refused else "hint_ignored"

@@ -134,7 +134,9 @@ class ResponseRelay:
             if failed == UNREACHABLE and tries[failed] > len(self._pool.workers):
                 lease.never_sent()
                 raise no_worker("No worker could be reached.", self._pool.workers)
-            waits = retry.waits and (answer is None or lease.is_stored)
+            # What is stored, or a known worker has made, is worth waiting for a slot.
+            is_kept = exchange.response_id is not None or self._dispatcher.keeper(exchange) is not None
+            waits = retry.waits and (answer is None or is_kept)
             if answer is not None:
                 if not waits and (tries[failed] > retry.most or not lease.move_now()):
                     return _with_valid_status(answer)

@@ -7,6 +7,7 @@ is for this one request: it is kept nowhere, used once, and neither a client's n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import time
@@ -157,11 +158,7 @@ class Prefills:
         return params
 
     async def _give_back(
-        self,
-        exchange: Exchange,
-        reading: asyncio.Task[dict[str, Any] | None],
-        decoder: Worker,
-        headers: asgi.HeaderList,
+        self, exchange: Exchange, reading: asyncio.Task[Any], decoder: Worker, headers: asgi.HeaderList
     ) -> None:
         """Nobody waits for the answer: have `decoder` take the prompt, and answer with one token.
 
@@ -171,12 +168,10 @@ class Prefills:
             return
         put = {"stream": False, TRANSFER: params, **HINTED[exchange.head.endpoint].one_token}
         raw = exchange.body.for_prefill((), put, _LEFT_OUT)
-        try:
+        with contextlib.suppress(Broken, Unreachable):  # then its lease ends
             response = await self._send(exchange, decoder, raw, headers)
             async for _ in response.chunks():
                 pass
-        except (Broken, Unreachable, Stale):
-            pass  # then its lease ends
 
 
 async def _params_in(response: Answer) -> dict[str, Any] | None:
@@ -201,19 +196,13 @@ def _is_suitable(exchange: Exchange, decoder: Worker) -> bool:
     if decoder.cache.salt(body) is not None or body.get("n") not in (None, 1) or any(map(body.get, _ALONE)):
         return False
     prompt = body.get("prompt")
-    return head.endpoint != COMPLETIONS or isinstance(prompt, str) or _is_ids(prompt)
-
-
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    return head.endpoint != COMPLETIONS or isinstance(prompt, str) or is_ids
 
 
 def _hand_over(worker: Worker, decoder: Worker) -> bool:
     """Whether `decoder` can take what `worker` computes."""
     mine, other = worker.engine, decoder.engine
-    return (
-        mine is not None
-        and other is not None
-        and mine.loads_prefills
-        and (mine.match_unit, mine.version) == (other.match_unit, other.version)
-    )
+    if mine is None or other is None or not mine.loads_prefills:
+        return False
+    return (mine.match_unit, mine.version) == (other.match_unit, other.version)
