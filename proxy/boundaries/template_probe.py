@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from proxy.boundaries.divergence import common_prefix
@@ -50,16 +51,11 @@ ASK = _tool("ask", required=["q"])
 NOTE = _tool("note", properties={})
 
 
-def _system(text: str) -> dict[str, Any]:
-    return {"role": "system", "content": text}
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
 
 
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def _answer(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+_system, _user, _answer = (partial(_message, role) for role in ("system", "user", "assistant"))
 
 
 def _calls(*calls: tuple[str, str, str], text: str = "") -> dict[str, Any]:

@@ -20,10 +20,8 @@ HeaderList = list[tuple[bytes, bytes]]
 
 # RFC 9110, 7.6.1.
 HOP_BY_HOP = frozenset(
-    (
-        b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
-        b"upgrade"
-    ).split()
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
 )
 
 # Request headers that the gateway sets itself, or that only it and other trusted hops may send to a worker.
@@ -34,10 +32,8 @@ RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
 
 # Response headers that the gateway sets itself. A worker may be a gateway too; its headers must not travel on.
 OWN_RESPONSE = frozenset(
-    (
-        b"content-length x-request-id x-seamark-worker x-seamark-boundary x-seamark-predicted x-seamark-cached "
-        b"x-seamark-reason x-seamark-outcome x-seamark-cache x-seamark-overhead-ms"
-    ).split()
+    b"content-length x-request-id x-seamark-worker x-seamark-boundary x-seamark-predicted x-seamark-cached "
+    b"x-seamark-reason x-seamark-outcome x-seamark-cache x-seamark-overhead-ms".split()
 )
 
 _NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is not accepted (RFC 9110, 12.4.2)

@@ -22,6 +22,7 @@ from proxy.http import asgi
 
 SALT_BYTES = 24
 ID_BYTES = 16  # at random in a response's id, and of the proof behind them
+_SHA256 = re.compile("[0-9a-fA-F]{64}")
 _RESPONSE_ID = re.compile(rf"resp_([0-9a-f]{{{2 * ID_BYTES}}})([0-9a-f]{{{2 * ID_BYTES}}})")
 
 
@@ -38,12 +39,11 @@ class KeyEntry(BaseModel):
     @classmethod
     def _hashes(cls, value: object) -> object:
         found = [value] if isinstance(value, str) else value
-        if isinstance(found, list | tuple):
-            for each in found:
-                if not isinstance(each, str) or len(each) != 64 or set(each.lower()) - set("0123456789abcdef"):
-                    raise ValueError("a SHA-256 has 64 hexadecimal digits; `seamark key NAME` makes one")
-            return tuple(each.lower() for each in found)
-        return value
+        if not isinstance(found, list | tuple):
+            return value
+        if not all(isinstance(each, str) and _SHA256.fullmatch(each) for each in found):
+            raise ValueError("a SHA-256 has 64 hexadecimal digits; `seamark key NAME` makes one")
+        return tuple(each.lower() for each in found)
 
 
 EXAMPLE = """\

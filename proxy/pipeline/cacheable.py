@@ -92,12 +92,9 @@ def is_repeatable(exchange: Exchange) -> bool:
         exchange.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
     ):
         return False
-    return _is_greedy(parsed.get("temperature")) or (HINTED[head.path].takes_seed and _is_seeded(parsed))
-
-
-def _is_greedy(temperature: Any) -> bool:
-    """Whether it is 0, as JSON has it. An absent one is the model's to choose."""
-    return type(temperature) in (int, float) and temperature == 0
+    temperature = parsed.get("temperature")  # an absent one is the model's to choose
+    is_greedy = type(temperature) in (int, float) and temperature == 0
+    return is_greedy or (HINTED[head.path].takes_seed and _is_seeded(parsed))
 
 
 def _is_seeded(body: Mapping[str, Any]) -> bool:

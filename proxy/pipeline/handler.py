@@ -14,18 +14,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy import errors
 from proxy.chat.reader import HINTED
-from proxy.errors import (
-    BadRequest,
-    GatewayError,
-    NotFound,
-    Overloaded,
-    Stopping,
-    TooComplex,
-    Unauthorized,
-    UnreadableCoding,
-    WorkerFailed,
-)
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import OWN_REQUESTS
 from proxy.http import asgi, auth
@@ -88,7 +78,7 @@ class BodyReader:
         head, body, settings = exchange.head, exchange.body, self._settings
         if body.raw and (coded := asgi.codings(head.headers)):
             text = f"The body is compressed ({', '.join(coded)}), which vLLM does not read. Send it as it is."
-            raise UnreadableCoding(text)
+            raise errors.UnreadableCoding(text)
         hinted = head.endpoint in HINTED
         if not hinted:
             if is_form(head.headers):
@@ -103,9 +93,9 @@ class BodyReader:
         try:
             raw = as_utf8(body.raw)
             parsed = parse_object(raw, *settings.json_limits)
-        except BadRequest as error:
+        except errors.BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
-            if hinted or isinstance(error, TooComplex) or (head.key is not None and head.is_json):
+            if hinted or isinstance(error, errors.TooComplex) or (head.key is not None and head.is_json):
                 raise
             return None
         body.raw = raw
@@ -149,7 +139,7 @@ class Preflights:
         if not workers:
             raise no_worker("No worker is ready.", self._pool.workers)
         if self._under_way >= MOST_PREFLIGHTS:
-            raise Overloaded("Too many preflight requests at once.")
+            raise errors.Overloaded("Too many preflight requests at once.")
         headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED_WITH_KEY)
         self._under_way += 1
         try:
@@ -160,11 +150,11 @@ class Preflights:
                 async for chunk in answer.chunks():
                     body += chunk
                     if len(body) > PREFLIGHT_BYTES:
-                        raise WorkerFailed("The worker's answer to a preflight request is too large.")
+                        raise errors.WorkerFailed("The worker's answer to a preflight request is too large.")
             finally:
                 answer.close()
         except (Unreachable, Broken):
-            raise WorkerFailed("The worker did not answer a preflight request.") from None
+            raise errors.WorkerFailed("The worker did not answer a preflight request.") from None
         finally:
             self._under_way -= 1
         named = (b"x-request-id", request_id.encode("latin-1"))
@@ -237,7 +227,7 @@ class RequestHandler:
         if key is None or not isinstance(named := exchange.response_id, str):
             return
         if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
-            raise NotFound("No such response.")
+            raise errors.NotFound("No such response.")
 
     def _take_name(self, exchange: Exchange, given: Any) -> None:
         """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
@@ -256,19 +246,19 @@ class RequestHandler:
         return name
 
 
-def _known(error: BaseException, name: str) -> GatewayError:
+def _known(error: BaseException, name: str) -> errors.GatewayError:
     """What the client of the request that is called `name` learns of `error`."""
-    if isinstance(error, GatewayError):
+    if isinstance(error, errors.GatewayError):
         return error
     if isinstance(error, asyncio.CancelledError):  # the server's time to finish is over
-        return Stopping("The gateway is stopping.")
+        return errors.Stopping("The gateway is stopping.")
     if isinstance(error, MemoryError):
         logger.error("request %s: out of memory", name)
-        return Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
+        return errors.Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
     # The place and the kind alone: the message of an unexpected error might hold prompt text.
     place = "".join(traceback.format_tb(error.__traceback__))
     logger.error("request %s failed: %s\n%s", name, type(error).__name__, place)
-    return GatewayError("The gateway failed to handle this request.")
+    return errors.GatewayError("The gateway failed to handle this request.")
 
 
 async def _refuse(reply: Reply, scope: asgi.Scope, failure: BaseException, name: str) -> None:
@@ -277,7 +267,7 @@ async def _refuse(reply: Reply, scope: asgi.Scope, failure: BaseException, name:
     if reply.started:
         return  # returning without the last chunk makes the server close the connection: a visible break
     headers = [(b"x-request-id", name.encode("latin-1"))]
-    if asgi.header(scope, b"origin") is not None and not isinstance(error, Unauthorized):
+    if asgi.header(scope, b"origin") is not None and not isinstance(error, errors.Unauthorized):
         headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
     await error_responses.send_error(reply, error, scope["path"], headers)
 
