@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -87,7 +88,8 @@ class FactsLearner:
         if default is None or setting.template:
             return None
         learnt = template.facts.values()
-        return default.borrowed({role: max(each.ends.get(role, 0) for each in learnt) for role in default.ends})
+        ends = {role: max(each.ends.get(role, 0) for each in learnt) for role in default.ends}
+        return replace(default, ends=ends, is_own=False)
 
     def wants(self, renderer_id: bytes, setting: Setting = DEFAULT, owner: str | None = None) -> bool:
         """Whether `learn` would ask the worker anything now, for a request that came with the API key `owner`."""

@@ -9,7 +9,7 @@ before it, never behind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from proxy.chat.canonical import canonical, digest, head_of
@@ -118,7 +118,3 @@ class TemplateFacts:
     def turn_holds(self, role: str, *, later: bool, system: bool, tools: bool) -> bool:
         """Whether a turn, described as in `Turn`, stays as it is once the conversation goes on."""
         return Turn(role, later, system, tools) not in self.broken
-
-    def borrowed(self, ends: Mapping[str, int]) -> TemplateFacts:
-        """For a setting that is not learnt yet: these openers, and `ends`, the longest known ones."""
-        return replace(self, ends=ends, is_own=False)

@@ -11,11 +11,10 @@ import asyncio
 import errno
 import os
 import select
-import socket
 from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import aiohttp
@@ -145,7 +144,8 @@ class Upstream:
         """
         self._connect_timeout = connect_timeout
         self._max_field = max_header_bytes + MORE_HEADER_BYTES
-        self._timeout = cache(partial(_timeout, connect_timeout))
+        # The whole has no limit: a cold prefill takes minutes, and an answer may take any time.
+        self._timeout = cache(lambda read: aiohttp.ClientTimeout(sock_connect=connect_timeout, sock_read=read))
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request opens a new connection
         self._credentials: dict[str, tuple[bytes, bytes]] = {}  # header, by address
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
@@ -255,16 +255,11 @@ class Upstream:
         return session
 
 
-def _timeout(connect: float, read: float | None) -> aiohttp.ClientTimeout:
-    """Seconds. The whole has no limit: a cold prefill takes minutes, and an answer may take any time."""
-    return aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=read)
-
-
 def _new_session(fresh: bool, max_field: int) -> aiohttp.ClientSession:
     """`max_field` in bytes, of a status line and of each header."""
     kept: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": KEEPALIVE_SECONDS}
     session = aiohttp.ClientSession(
-        connector=_Connector(limit=0, socket_factory=_no_delay, **kept),
+        connector=_Connector(limit=0, **kept),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         # The worker sees the client's headers and no others.
@@ -274,13 +269,6 @@ def _new_session(fresh: bool, max_field: int) -> aiohttp.ClientSession:
     )
     session._retry_connection = False  # aiohttp would send again by itself, even on a new connection
     return session
-
-
-def _no_delay(address: tuple[Any, ...]) -> socket.socket:
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return made
 
 
 @lru_cache(1024)

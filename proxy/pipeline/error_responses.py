@@ -25,6 +25,13 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
+# What HTTP wants beside a status.
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    415: {"accept-encoding": "identity"},
+    426: {"upgrade": "HTTP/1.1", "connection": "upgrade"},
+}
+
 
 def error_body(error: GatewayError, path: str = "") -> bytes:
     """The JSON body: OpenAI's envelope, or Anthropic's for its API."""
@@ -42,13 +49,7 @@ def error_headers(error: GatewayError) -> dict[str, str]:
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if error.status == 415:
-        headers["accept-encoding"] = "identity"
-    if error.status == 426:
-        headers |= {"upgrade": "HTTP/1.1", "connection": "upgrade"}
-    return headers
+    return headers | _HEADERS.get(error.status, {})
 
 
 async def send_error(send: asgi.Send, error: GatewayError, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:

@@ -6,6 +6,7 @@ Bodies travel as bytes. A failure while boundaries are sought costs the hint, ne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -145,14 +146,12 @@ class Preflights:
         try:
             url = workers[0].address + target_of(scope)
             answer = await self._upstream.send("OPTIONS", url, headers, read_timeout=PREFLIGHT_SECONDS)
-            try:
+            with contextlib.closing(answer):
                 body = b""
                 async for chunk in answer.chunks():
                     body += chunk
                     if len(body) > PREFLIGHT_BYTES:
                         raise errors.WorkerFailed("The worker's answer to a preflight request is too large.")
-            finally:
-                answer.close()
         except (Unreachable, Broken):
             raise errors.WorkerFailed("The worker did not answer a preflight request.") from None
         finally:

@@ -118,11 +118,8 @@ class SseRelay:
     @property
     def response(self) -> Any:
         """The last response object in a stream of /v1/responses; complete if the stream was."""
-        for events in (self.last, self.first):
-            response = data_of_last(events).get("response")
-            if response is not None:
-                return response
-        return None
+        responses = (data_of_last(events).get("response") for events in (self.last, self.first))
+        return next((response for response in responses if response is not None), None)
 
     @property
     def is_complete(self) -> bool:
@@ -179,11 +176,11 @@ def _without_usage(events: bytes) -> bytes:
     """
     at = events.rindex(b'"usage"')
     start, end = _start_of_event(events, at), _end_of_event(events, at)
-    usage = _usage_alone(events[start:end])
-    if usage is None:
+    data = _data(events[start:end]) if events.startswith(b"data:", start) else {}
+    if data.get("choices") != [] or not isinstance(data.get("usage"), dict):
         return events
     before = events[:start]
-    stamp = usage.get("system_fingerprint")
+    stamp = data.get("system_fingerprint")
     if stamp is not None and _FINISHED in before and b'"system_fingerprint"' not in before:
         brace = before.rindex(b"}")
         before = b'%b,"system_fingerprint":%b%b' % (before[:brace], json.dumps(stamp).encode(), before[brace:])
@@ -221,12 +218,6 @@ def usage_in_stream(events: bytes) -> Usage | None:
         if line.startswith(b"data:") and (usage := usage_of(_data(line))) is not None:
             return usage
     return None
-
-
-def _usage_alone(event: bytes) -> dict[str, Any] | None:
-    """The event's data if it is only usage."""
-    data = _data(event) if event.startswith(b"data:") else {}
-    return data if data.get("choices") == [] and isinstance(data.get("usage"), dict) else None
 
 
 @dataclass(eq=False)

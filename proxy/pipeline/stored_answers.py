@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
+from proxy.http.asgi import TIMES_WHAT_IS_FREE
 
 LARGEST_SHARE = 4  # an answer may take that part of the bound
 
@@ -23,10 +24,6 @@ ENTRY_BYTES = 1400
 
 POINTER_BYTES = 8
 PIECE_BYTES = 2**16  # sent at once of an answer
-
-# A key may hold so many times what is free for what cannot go: answers under way, or being sent (as for bodies, see
-# `proxy/http/asgi.py`).
-TIMES_WHAT_IS_FREE = 2
 
 STALE_SECONDS = 3600.0  # what nobody has asked for in so long goes for any key's answers
 
@@ -185,7 +182,7 @@ class StoredAnswers:
         self._fix(owner, size)
 
     def _may_fix(self, owner: str | None, size: int) -> bool:
-        """Whether so many bytes more may be what cannot go: a key leaves room for others, if there are keys."""
+        """Whether so many bytes more may be what cannot go: a key leaves room for others, as it does for bodies."""
         free = self._most - self._fixed - size
         return free >= 0 and (owner is None or self._fixed_of[owner] + size <= TIMES_WHAT_IS_FREE * free)
 
