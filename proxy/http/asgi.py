@@ -8,7 +8,6 @@ import enum
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, MutableMapping
-from functools import cache
 from typing import Any, NamedTuple
 
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
@@ -25,13 +24,15 @@ HOP_BY_HOP = frozenset(
 )
 
 # Request headers that the gateway sets itself, or that only it and other trusted hops may send to a worker.
-RECOMPUTED = frozenset(b"content-length host expect x-request-id x-seamark-outcome x-seamark-boundaries".split())
+RECOMPUTED = HOP_BY_HOP | frozenset(
+    b"content-length host expect x-request-id x-seamark-outcome x-seamark-boundaries".split()
+)
 
 # A client's key is for the gateway alone; workers have a key of their own, if any.
 RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
 
 # Response headers that the gateway sets itself. A worker may be a gateway too; its headers must not travel on.
-OWN_RESPONSE = frozenset(
+OWN_RESPONSE = HOP_BY_HOP | frozenset(
     b"content-length x-request-id x-seamark-worker x-seamark-boundary x-seamark-predicted x-seamark-cached "
     b"x-seamark-reason x-seamark-outcome x-seamark-cache x-seamark-overhead-ms".split()
 )
@@ -242,8 +243,7 @@ def codings(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> HeaderList:
-    """The headers that travel on: all but hop-by-hop ones, those that `Connection` names, and `dropped`."""
-    dropped = _with_hop_by_hop(dropped)
+    """The headers that travel on: all but `dropped`, `HOP_BY_HOP` among them, and those that `Connection` names."""
     kept: HeaderList = []
     named: set[bytes] = set()
     for key, value in headers:
@@ -269,11 +269,6 @@ def _takes_identity(accepted: list[bytes]) -> bool:
         coding, _, weight = each.partition(b";")
         weights[coding.strip()] = weight.strip()
     return _NONE_SUCH.fullmatch(weights.get(b"identity", weights.get(b"*", b""))) is None
-
-
-@cache
-def _with_hop_by_hop(dropped: frozenset[bytes]) -> frozenset[bytes]:
-    return dropped | HOP_BY_HOP
 
 
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
