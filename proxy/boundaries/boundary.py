@@ -85,10 +85,7 @@ def distinct_entries(entries: Iterable[Entry | None]) -> tuple[Entry, ...]:
 
 
 def encode_opener(opener: Opener, where: Literal["first", "last"] = "last", skip: int = 0) -> str:
-    """The entry for the place behind an opener, of whose last occurrences so many are skipped.
-
-    The ids nearest to the place are kept if there are more than an entry may have.
-    """
+    """The entry behind an opener's last occurrence but `skip`; of many ids those nearest to the place are kept."""
     return f"{f'last-{skip}' if skip else where}:{','.join(map(str, opener.ids[-MAX_IDS:]))}"
 
 

@@ -31,10 +31,7 @@ CUSTOM_PARAMETERS = {
 
 
 def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = None) -> Chat | None:
-    """The chat in a request to /v1/responses; None if there is none.
-
-    `previous` are the chat messages of the response that `previous_response_id` names.
-    """
+    """The chat in a request to /v1/responses, or None; `previous`: the messages of the response it continues."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given)
     messages: list[Any] = []
@@ -171,10 +168,7 @@ class StoredResponses:
         return int(self._chats.currsize)
 
     def put(self, chat: Chat | None, answer: Any, boot: str, owner: str | None = None) -> None:
-        """Remember the response `answer` (parsed) of the worker booted as `boot` to `owner`.
-
-        `chat` is the one that it ends, None if it has not ended.
-        """
+        """Remember the response `answer` (parsed) of the worker booted as `boot`; `chat`: what it ends, if it has."""
         response_id = answer.get("id") if isinstance(answer, dict) else None
         name = self.keep(response_id, boot, owner)
         if name is None or chat is None or not self._chats.maxsize:

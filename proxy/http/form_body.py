@@ -63,10 +63,7 @@ def is_form(headers: HeaderList) -> bool:
 
 
 def refuse_urlencoded(headers: HeaderList) -> None:
-    """Raises `BadRequest` if the headers (names in lower case) announce a form without files.
-
-    No route of vLLM takes one, and it might be JSON at the same time.
-    """
+    """Raises `BadRequest` for a form without files: no route of vLLM takes one, and it might be JSON, too."""
     if any(name == b"content-type" and URLENCODED in value.lower() for name, value in headers):
         raise BadRequest(f"vLLM reads no {URLENCODED.decode()}. Send application/json or multipart/form-data.")
 

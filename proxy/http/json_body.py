@@ -62,10 +62,7 @@ SLICE = 1 << 20  # bytes looked through at once: one of quotes alone becomes fif
 
 
 def as_utf8(raw: bytes) -> bytes:
-    """A JSON body in UTF-8 without a byte order mark, from any encoding that JSON readers accept.
-
-    Returns `raw` itself if it is already such a body. Raises `BadRequest`.
-    """
+    """A JSON body of any encoding in UTF-8 without a byte order mark; `raw` if it is one. Raises `BadRequest`."""
     encoding = json.detect_encoding(raw)
     if encoding == "utf-8":
         return raw

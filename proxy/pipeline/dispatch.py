@@ -49,11 +49,7 @@ class Dispatcher:
         return Lease(self, exchange)
 
     async def acquire(self, lease: Lease) -> None:
-        """Take a slot; wait while there is none.
-
-        However often a request is in the queue, it is there for no longer than one may. Raises `NoWorker`, `Overloaded`
-        or `KeyBusy`.
-        """
+        """Take a slot; its waits together last no longer than one. Raises `NoWorker`, `Overloaded` or `KeyBusy`."""
         exchange, key = lease.exchange, lease.exchange.head.key
         model = exchange.model
         timings = exchange.timings

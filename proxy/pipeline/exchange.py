@@ -401,10 +401,7 @@ def affinity_key(headers: asgi.HeaderList, body: Mapping[str, Any]) -> str | Non
 
 
 def user_key(body: Mapping[str, Any], found: Found) -> str | None:
-    """The same of a client that names the user alone, who may have thousands of conversations at once.
-
-    They are told apart by how they begin.
-    """
+    """The same of a client that names the user alone, whose many conversations are told apart by how they begin."""
     user = _text(body, "user") or _text(body.get("metadata"), "user_id")
     if user is None or found.layout is None:
         return None
@@ -435,10 +432,7 @@ def exchange_of(
     send: asgi.Send | None = None,
     watch: asgi.ClientWatch | None = None,
 ) -> Exchange:
-    """The request in an ASGI scope and its body, to be answered by `send`; None: no client waits for it.
-
-    Raises `NotFound` for a path that clients may not use.
-    """
+    """The request in an ASGI scope, to be answered by `send`; None: no client waits for it. Raises as `target_of`."""
     path = scope["path"]
     head = Head(
         scope["method"],

@@ -160,10 +160,7 @@ class Prefills:
     async def _give_back(
         self, exchange: Exchange, reading: asyncio.Task[Any], decoder: Worker, headers: asgi.HeaderList
     ) -> None:
-        """Nobody waits for the answer: have `decoder` take the prompt, and answer with one token.
-
-        No other word reaches the worker that computed it.
-        """
+        """Nobody waits for the answer: `decoder` takes the prompt. No other word reaches the other worker."""
         if (params := await reading) is None:
             return
         put = {"stream": False, TRANSFER: params, **HINTED[exchange.head.endpoint].one_token}

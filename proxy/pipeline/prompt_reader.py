@@ -141,10 +141,7 @@ class PromptReader:
         return ReadPrompt(found, self._remember(chat, found, memory, owner), prompt)
 
     async def find_beside(self, exchange: Exchange, worker: Worker) -> Found:
-        """The boundaries of a parsed request that no client waits for, at `worker`; the rewrite rules are applied.
-
-        What the template lacks for that is learnt first.
-        """
+        """The boundaries, at `worker`, of a parsed request that no client waits for: what they lack is learnt first."""
         self._rewrite(exchange)
         head, body = exchange.head, exchange.body
         chat = self._chat_in(exchange)
