@@ -100,12 +100,7 @@ class FactsLearner:
         return setting.is_default or (not is_resting and self._has_room(setting, owner))
 
     async def learn(
-        self,
-        renderer: Renderer,
-        renderer_id: bytes,
-        model: Any,
-        setting: Setting = DEFAULT,
-        owner: str | None = None,
+        self, renderer: Renderer, renderer_id: bytes, model: Any, setting: Setting = DEFAULT, owner: str | None = None
     ) -> None:
         """Learn a setting through this worker, if that is wanted; waits for one who is learning it."""
         if self.wants(renderer_id, setting, owner):

@@ -169,13 +169,9 @@ class Upstream:
             headers = self._authorized(url, headers)
         payload = _Payload(body) if body or method not in SAFE else None
         try:
-            response = await self._session(fresh).request(
-                method,
-                _parsed(url),
-                headers=_as_text(headers),
-                data=payload,
-                allow_redirects=False,
-                timeout=self._timeout(read_timeout),
+            session, timeout = self._session(fresh), self._timeout(read_timeout)
+            response = await session.request(
+                method, _parsed(url), headers=_as_text(headers), data=payload, allow_redirects=False, timeout=timeout
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             kind = Refused if getattr(error, "errno", None) == errno.ECONNREFUSED else Unreachable

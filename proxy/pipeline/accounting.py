@@ -316,14 +316,8 @@ class Accounting(Part):
                 self._prefix_index.set_length(boundary.key, tokens)
         # What came, beside what could have come: the engine's word where there is one.
         ends = [positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries]
-        delivery = Delivery.of(
-            expected,
-            prompt,
-            cached,
-            shared=engine.shared if engine is not None else None,
-            deepest=max(ends, default=0),
-            engine=engine.reason if engine is not None else None,
-        )
+        shared, told = (engine.shared, engine.reason) if engine is not None else (None, None)
+        delivery = Delivery.of(expected, prompt, cached, shared, deepest=max(ends, default=0), engine=told)
         change = yield from self._change(exchange, expected, delivery)
         if change is not None:
             delivery = delivery._replace(unchanged=change.token + change.lost)
@@ -331,9 +325,8 @@ class Accounting(Part):
         labels = (model, choice.worker.name)
         self._counter(metrics.shareable_tokens, *labels).inc(delivery.shareable)
         self._counter(metrics.shared_tokens, *labels).inc(min(delivery.shareable, cached))
-        self.sums.add(
-            prompt, delivery.shareable, cached, change.lost if change is not None and not change.is_salt else 0
-        )
+        lost = change.lost if change is not None and not change.is_salt else 0
+        self.sums.add(prompt, delivery.shareable, cached, lost)
         if cached < expected.found(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []

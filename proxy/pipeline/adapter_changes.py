@@ -63,11 +63,8 @@ class AdapterChanges:
         with exchange.timings.waiting():
             outcome = await asyncio.shield(task)
         exchange.choice = Choice(outcome.worker)
-        headers = [
-            (b"content-type", outcome.kind),
-            (b"x-seamark-worker", outcome.worker.name.encode()),
-            exchange.head.id_header,
-        ]
+        by = (b"x-seamark-worker", outcome.worker.name.encode())
+        headers = [(b"content-type", outcome.kind), by, exchange.head.id_header]
         await asgi.send_whole(exchange.reply, outcome.status, headers, outcome.body)
 
     async def _change(self, exchange: Exchange) -> _Changed:

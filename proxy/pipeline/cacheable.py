@@ -66,12 +66,8 @@ def directives_in(headers: Iterable[tuple[bytes, bytes]]) -> Directives:
                 word, _, argument = part.strip().partition("=")
                 told[word.strip()] = argument.strip().strip('"')
     age = told.get("max-age")
-    return Directives(
-        "no-store" in told,
-        "no-cache" in told,
-        "private" in told,
-        None if age is None else float(age) if age.isdecimal() else 0.0,
-    )
+    seconds = None if age is None else float(age) if age.isdecimal() else 0.0
+    return Directives("no-store" in told, "no-cache" in told, "private" in told, seconds)
 
 
 def is_allowed(headers: Iterable[tuple[bytes, bytes]], model: Any, models: tuple[str, ...]) -> bool:

@@ -434,15 +434,9 @@ def exchange_of(
 ) -> Exchange:
     """The request in an ASGI scope, to be answered by `send`; None: no client waits for it. Raises as `target_of`."""
     path = scope["path"]
-    head = Head(
-        scope["method"],
-        target_of(scope),
-        path,
-        path if path in ENDPOINTS else "other",
-        asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY),
-        request_id,
-        key,
-    )
+    endpoint = path if path in ENDPOINTS else "other"
+    headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY)
+    head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key)
     timings = Timings()
     reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD), watch)
     return Exchange(head, Body(raw), reply, reply, request_id, timings=timings)

@@ -161,14 +161,8 @@ class ResponseRelay:
         target, raw = self._encoded(lease, transfer, merges=merges)
         try:
             with exchange.timings.waiting():
-                answer = await self._upstream.send(
-                    head.method,
-                    worker.address + target,
-                    worker.addressed(headers),
-                    raw,
-                    self._settings.silence_timeout,
-                    fresh,
-                )
+                url, timeout = worker.address + target, self._settings.silence_timeout
+                answer = await self._upstream.send(head.method, url, worker.addressed(headers), raw, timeout, fresh)
         except Exhausted:
             lease.never_sent()
             raise Overloaded("The gateway has no descriptor or port left for another connection.") from None

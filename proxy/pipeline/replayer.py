@@ -67,12 +67,8 @@ class Replayer:
             return answer if answer.pin or not answered else answer._replace(pin=await fate())
 
     async def _ask(self, worker: Worker, prompt: WarmupRequest, raw: bytes, name: str) -> Replayed:
-        headers = [
-            *self._upstream.own_headers,
-            (b"content-type", b"application/json"),
-            (b"x-request-id", name.encode()),
-            (OUTCOME_HEADER.encode(), b"1"),
-        ]
+        headers = [*self._upstream.own_headers, (b"content-type", b"application/json")]
+        headers += [(b"x-request-id", name.encode()), (OUTCOME_HEADER.encode(), b"1")]
         url = worker.address + prompt.endpoint
         answer = await self._upstream.send("POST", url, worker.addressed(headers), raw, self._timeout, fresh=True)
         with contextlib.closing(answer):

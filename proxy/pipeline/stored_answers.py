@@ -44,21 +44,14 @@ class Source(NamedTuple):
         """`worker` as it is now, for `model`."""
         name = worker.listed(model)
         card = next((entry for entry in worker.probed.models if entry.get("id") == name), None)
-        return cls(
-            worker,
-            worker.boot,
-            None if card is None else tuple(str(card.get(name)) for name in _CARD),
-            worker.renderer_id(model),
-        )
+        told = tuple(str(card.get(name)) for name in _CARD) if card is not None else None
+        return cls(worker, worker.boot, told, worker.renderer_id(model))
 
     def is_still(self, model: Any) -> bool:
         """Whether the worker is up and would compute the same."""
         now = Source.of(self.worker, model)
-        return (
-            self.worker.up
-            and (now.boot, now.card) == (self.boot, self.card)
-            and (None in (now.renderer_id, self.renderer_id) or now.renderer_id == self.renderer_id)
-        )
+        renders_alike = None in (now.renderer_id, self.renderer_id) or now.renderer_id == self.renderer_id
+        return self.worker.up and (now.boot, now.card) == (self.boot, self.card) and renders_alike
 
 
 def weight_of(piece: bytes) -> int:
