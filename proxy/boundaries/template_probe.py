@@ -126,6 +126,7 @@ class ProbeChat(NamedTuple):
         return NEXT_QUESTION
 
 
+_LOOKS = _calls(("zyxwvu987", "look", '{"q": "it"}'))
 _SIDE_BY_SIDE = _calls(("ghijkl321", "look", '{"q": ")"}'), ("stuvwx654", "ask", '{"q": "x"}'))
 _ASIDE = _calls(("zyxwvu987", "look", "{}"), ("mnopqr456", "look", '{"n": [7]}'), text="So.")
 
@@ -148,18 +149,9 @@ CHATS = (
     ProbeChat((_SAY, _user("x"), _answer("done)"), _user("y\n"), _answer("83 jigsaw "))),
     ProbeChat((_SAY, _user("x"), _answer("Well.")), (LOOK, ASK)),
     ProbeChat((_user("go"), _answer("It is\n")), (ASK, NOTE)),
-    ProbeChat(
-        (
-            _SAY,
-            _user("go"),
-            _calls(("zyxwvu987", "look", '{"q": "it"}')),
-            _result("zyxwvu987", "there"),
-            _answer("At nine"),
-        ),
-        (LOOK, ASK),
-    ),
+    ProbeChat((_SAY, _user("go"), _LOOKS, _result("zyxwvu987", "there"), _answer("At nine")), (LOOK, ASK)),
     # A tool's result.
-    ProbeChat((_SAY, _user("go"), _calls(("zyxwvu987", "look", '{"q": "it"}'))), (LOOK, ASK), answers="zyxwvu987"),
+    ProbeChat((_SAY, _user("go"), _LOOKS), (LOOK, ASK), answers="zyxwvu987"),
     ProbeChat((_user("x"), _calls(("mnopqr456", "ask", '{"n": 7}'), text="Well")), (ASK,), answers="mnopqr456"),
     ProbeChat(
         (

@@ -15,20 +15,9 @@ from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 # Fields beside the messages that a chat template or vLLM's renderer can see, and the salt that parts the caches. The
 # renderers of Kimi K3 and Cohere alone see `tool_choice` and `response_format`: there a prediction may be too long.
-HEAD_FIELDS = (
-    "model",
-    "tools",
-    "documents",
-    "reasoning_effort",
-    "chat_template",
-    "chat_template_kwargs",
-    "add_special_tokens",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "cache_salt",
-)
+_OF_TEMPLATE = ("model", "tools", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs")
+_OF_TOKENS = ("add_special_tokens", "mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens")
+HEAD_FIELDS = (*_OF_TEMPLATE, *_OF_TOKENS, "truncation_side", "cache_salt")
 
 _UNSET: tuple[Any, ...] = (None, [], {})  # a field that is one of these might as well not be there
 

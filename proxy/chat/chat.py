@@ -22,20 +22,8 @@ MESSAGES = "/v1/messages"
 GENERATE = "/inference/v1/generate"  # of token ids, with sampling parameters as the engine has them
 
 # All of vLLM outside `/v1/` that clients reach: what it has there for operators has no key of its own.
-OUTSIDE_V1 = frozenset(
-    {
-        "/classify",
-        "/detokenize",
-        "/generative_scoring",
-        "/pooling",
-        "/rerank",
-        "/score",
-        "/tokenize",
-        "/v2/rerank",
-        "/v2/embed",
-        GENERATE,
-    }
-)
+_POOLING = ("/classify", "/generative_scoring", "/pooling", "/rerank", "/score", "/v2/rerank", "/v2/embed")
+OUTSIDE_V1 = frozenset({*_POOLING, "/detokenize", "/tokenize", GENERATE})
 
 TOOLS = -1  # in `Mark.message`: the mark stands on a tool
 

@@ -62,7 +62,7 @@ class AdapterChanges:
         task.add_done_callback(_over)
         with exchange.timings.waiting():
             outcome = await asyncio.shield(task)
-        exchange.choice = Choice(outcome.worker)
+        exchange.give(Choice(outcome.worker))
         by = (b"x-seamark-worker", outcome.worker.name.encode())
         headers = [(b"content-type", outcome.kind), by, exchange.head.id_header]
         await asgi.send_whole(exchange.reply, outcome.status, headers, outcome.body)

@@ -56,11 +56,8 @@ class Dispatcher:
         with timings.waiting():
             await self._pool.find(model)
             kept = exchange.kept_id
-            wants = (
-                model if isinstance(model, str) else None,
-                self._stored.boot(kept, exchange.head.owner) if kept is not None else None,
-                *[worker.name for worker in exchange.asked],
-            )
+            boot = self._stored.boot(kept, exchange.head.owner) if kept is not None else None
+            wants = (model if isinstance(model, str) else None, boot, *[worker.name for worker in exchange.asked])
             timings.asked = time.perf_counter()
             await self._queue.acquire(key, wants, partial(self._take, lease), Lease.never_sent, lease.waited)
             lease.waited += time.perf_counter() - timings.asked
@@ -282,13 +279,13 @@ class Lease:
         """The request is answered without a worker: if it has a slot, give it back, as if it had not been chosen."""
         if self.has_slot:
             self.never_sent()
-            self.exchange.choice = None
+            self.exchange.give(None)
             self.waited = 0.0  # it has had its turn
 
     def take(self, choice: Choice) -> None:
         """A slot at the worker that was chosen."""
         exchange, worker = self.exchange, choice.worker
-        exchange.choice = choice
+        exchange.give(choice)
         self.prompt = exchange.prompt.tokens or round(len(exchange.body.raw) * TOKENS_PER_BYTE)
         self._was_idle = not worker.inflight
         self._slot = Slot(worker, self.prompt - choice.held)

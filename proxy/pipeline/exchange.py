@@ -316,7 +316,7 @@ class Exchange:
     trace: RequestTrace | None = None  # None: nothing is traced
     prompt: Prompt = NOT_READ
     timings: Timings = field(default_factory=Timings)
-    choice: Choice | None = None  # the last one, by `Lease`; None: no worker had it yet
+    choice: Choice | None = None  # by `give`; None: no worker had it yet
     asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
     landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
@@ -324,6 +324,10 @@ class Exchange:
     record: Record | None = None  # of its explanation
     model_label: str | None = None  # in metrics; None until it is counted
     is_over: bool = False
+
+    def give(self, choice: Choice | None) -> None:
+        """It goes to the worker that was chosen, or to none, whatever was chosen before."""
+        self.choice = choice
 
     @property
     def worker(self) -> Worker | None:

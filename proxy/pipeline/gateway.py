@@ -125,15 +125,9 @@ class Gateway:
         if tracing is not None:
             shelf.put(tracing)
         pools = [self.pool] if self.prefill_pool is None else [self.pool, self.prefill_pool]
-        self.handler = RequestHandler(
-            self.keys,
-            BodyReader(settings, idle),
-            reader,
-            answer,
-            self.accounting,
-            Preflights(self.pool, self.upstream),
-            AdapterChanges(pools, self.upstream, settings.silence_timeout),
-        )
+        bodies, preflights = BodyReader(settings, idle), Preflights(self.pool, self.upstream)
+        adapters = AdapterChanges(pools, self.upstream, settings.silence_timeout)
+        self.handler = RequestHandler(self.keys, bodies, reader, answer, self.accounting, preflights, adapters)
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))
         self._files: list[tuple[WatchedFile[Any], Callable[[], None]]] = []

@@ -38,13 +38,8 @@ _FINISHED = b'"finish_reason":"'  # in the event that ends a choice
 _USAGE = re.compile(rb'"usage":\s*\{')  # not within a text, where a backslash stands before each quote
 
 # How the last event of a stream begins, in each API.
-_LAST = (
-    b"data: [DONE]",
-    b"event: message_stop",
-    b"event: response.completed",
-    b"event: response.incomplete",
-    b"event: response.failed",
-)
+_ENDED = tuple(b"event: response." + end for end in (b"completed", b"incomplete", b"failed"))
+_LAST = (b"data: [DONE]", b"event: message_stop", *_ENDED)
 
 
 @dataclass(eq=False)

@@ -12,10 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
 from proxy.http import asgi
 from proxy.http.asgi import (
-    LEFT_BY_LARGE,
-    SMALL_BYTES,
-    TIMES_WHAT_IS_FREE,
-    TRIM_AFTER_BYTES,
     BodyMemory,
     BodyState,
     ClientGone,
@@ -179,7 +175,7 @@ async def test_a_watch_waits_for_the_message_that_says_so_and_for_no_other():
 class Bodies(RuleBasedStateMachine):
     """Bodies of three keys, and of nobody's, that grow and go; what is refused would have broken one of the rules."""
 
-    @initialize(most=st.sampled_from([90, 16 * SMALL_BYTES]))
+    @initialize(most=st.sampled_from([90, 16 * asgi.SMALL_BYTES]))
     def begin(self, most):
         self.most, self.memory, self.holds = most, BodyMemory(most), []
 
@@ -194,12 +190,12 @@ class Bodies(RuleBasedStateMachine):
     def grows(self, data):
         if self.holds:
             owner, hold = data.draw(st.sampled_from(self.holds))
-            size = data.draw(st.integers(0, self.most) | st.sampled_from([1, SMALL_BYTES, SMALL_BYTES + 1]))
+            size = data.draw(st.integers(0, self.most) | st.sampled_from([1, asgi.SMALL_BYTES, asgi.SMALL_BYTES + 1]))
             held = sum(each.size for _, each in self.holds) + size
-            is_large = hold.size + size > SMALL_BYTES
-            if held > self.most * (1 - LEFT_BY_LARGE if is_large else 1):
+            is_large = hold.size + size > asgi.SMALL_BYTES
+            if held > self.most * (1 - asgi.LEFT_BY_LARGE if is_large else 1):
                 error = Overloaded
-            elif owner and self.of(owner) + size > TIMES_WHAT_IS_FREE * (self.most - held):
+            elif owner and self.of(owner) + size > asgi.TIMES_WHAT_IS_FREE * (self.most - held):
                 error = KeyBusy
             else:
                 hold.take(size)
@@ -229,14 +225,14 @@ TestBodies = Bodies.TestCase
 def test_the_heap_is_given_back_once_for_so_many_bytes_that_were_freed(monkeypatch):
     trims: list[int] = []
     monkeypatch.setattr(asgi, "_trim", trims.append)
-    memory = BodyMemory(10 * TRIM_AFTER_BYTES)
+    memory = BodyMemory(10 * asgi.TRIM_AFTER_BYTES)
     seen = []
-    for size in (TRIM_AFTER_BYTES - 1, 1, TRIM_AFTER_BYTES - 1, TRIM_AFTER_BYTES, 1):
+    for size in (asgi.TRIM_AFTER_BYTES - 1, 1, asgi.TRIM_AFTER_BYTES - 1, asgi.TRIM_AFTER_BYTES, 1):
         memory.of().take(size)
         memory.shrink(None, size)
         seen.append(len(trims))
     assert seen == [0, 1, 1, 2, 2] and set(trims) == {0}
     monkeypatch.setattr(asgi, "_trim", None)  # another libc
-    memory.of().take(2 * TRIM_AFTER_BYTES)
-    memory.shrink(None, 2 * TRIM_AFTER_BYTES)
+    memory.of().take(2 * asgi.TRIM_AFTER_BYTES)
+    memory.shrink(None, 2 * asgi.TRIM_AFTER_BYTES)
     assert memory.held == 0

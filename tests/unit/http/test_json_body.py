@@ -10,16 +10,7 @@ from hypothesis import strategies as st
 
 from proxy.errors import BadRequest, TooComplex
 from proxy.http import json_body
-from proxy.http.json_body import (
-    LOAD,
-    MOST_PER_BYTE,
-    Edit,
-    as_utf8,
-    memory_of,
-    parse_object,
-    with_edits,
-    with_fields,
-)
+from proxy.http.json_body import LOAD, MOST_PER_BYTE, Edit, as_utf8, memory_of, parse_object, with_edits, with_fields
 from proxy.pipeline.exchange import Body
 from proxy.settings import Settings
 

@@ -61,7 +61,7 @@ class Scene:
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
         self.accounting.read(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
-        request.choice = Choice(self.worker, Expectation(**{**known, "match_unit": 16, **expected}))
+        request.give(Choice(self.worker, Expectation(**{**known, "match_unit": 16, **expected})))
         return request
 
     async def answered(self, request: Exchange, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
@@ -104,7 +104,7 @@ async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, se
     """Though neither an engine nor the memory of recent requests knows of it any more."""
     request = changed_request(scene)
     prefix = Prefix(sent, 0) if sent is not None else None
-    request.choice = Choice(scene.worker, request.expected._replace(ever_sent=prefix))
+    request.give(Choice(scene.worker, request.expected._replace(ever_sent=prefix)))
     outcome = EngineOutcome("hit", cached + 12) if cached else EngineOutcome("cold", 0)
     assert await scene.answered(request, Usage(400, cached), outcome) == reason
     assert scene.value("seamark_miss_total", model="m", reason=reason) == (reason != "hit")
@@ -191,7 +191,7 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
     with_pace(gone, 0.0, 0.0)
     for worker in (gone, other):
         request = scene.request()
-        request.choice = Choice(worker, request.expected)
+        request.give(Choice(worker, request.expected))
         request.reply.failed(200)
         scene.accounting.reported(request, RequestOutcome(200, Usage(100, 60)))
         scene.accounting.settle(request)
@@ -254,7 +254,7 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
         await scene.answered(scene.request(key=key, **expects), Usage(100, cached, 7), *outcome)
         assert counted() == sums
     plain = scene.request(**expects)
-    plain.choice = Choice(scene.worker)
+    plain.give(Choice(scene.worker))
     await scene.answered(plain, Usage(100, 16, 7))
     assert counted() == [400, 112, 240, 96, 240] and plain.outcome.reason is None
     nowhere = scene.request()

@@ -132,7 +132,7 @@ class Scene:
 
     async def transfer(self, request: Exchange | None = None, tokens: int = 5000) -> dict[str, Any] | None:
         request = request or self.request()
-        request.choice = Choice(self.decoder)
+        request.give(Choice(self.decoder))
         lease = Lease(None, request, _slot=Slot(self.decoder, tokens))  # type: ignore[arg-type]
         return await self.prefills.transfer(lease, [])
 

@@ -71,7 +71,7 @@ class Sharing(RuleBasedStateMachine):
 
     async def acquire(self, lease: Slot) -> None:
         await asyncio.sleep(0)
-        lease.request.choice = Choice(self.worker)
+        lease.request.give(Choice(self.worker))
         lease.has_slot = True
         self.leases += 1
 
@@ -295,7 +295,7 @@ async def test_the_second_request_hits_unless_the_answer_was_called_into_doubt(s
         if now == when and what == "restarts":
             scene.worker.probed = Probed(boot="2", models=scene.worker.probed.models)
         elif now == when and what == "moves":
-            scene.all[0].request.choice = Choice(a_worker())
+            scene.all[0].request.give(Choice(a_worker()))
         elif now == when:
             is_other = what == "of another"
             scene.cache.on_worker(a_worker("9") if is_other else scene.worker, Change.CLEARED if is_other else what)
