@@ -8,6 +8,7 @@ import enum
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
@@ -117,14 +118,13 @@ class BodyMemory:
             _trim(0)
 
 
+@dataclass(slots=True, eq=False)
 class BodyHold:
     """What one request's body takes, until its context is left."""
 
-    __slots__ = ("_memory", "_owner", "size")
-
-    def __init__(self, memory: BodyMemory, owner: Hashable) -> None:
-        self._memory, self._owner = memory, owner
-        self.size = 0
+    _memory: BodyMemory
+    _owner: Hashable
+    size: int = 0
 
     def __enter__(self) -> BodyHold:
         return self

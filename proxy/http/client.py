@@ -106,10 +106,7 @@ class Answer:
             raise _broken(error) from error
 
     async def lines(self, most: int) -> AsyncIterator[bytes]:
-        """The body's lines as they come, the last one ended or not.
-
-        Raises `Broken` when the worker breaks off, `OverBound` for a line of more than about `most` bytes.
-        """
+        """The body's lines, the last one ended or not. Raises `Broken`, `OverBound` past about `most` bytes of one."""
         begun = bytearray()
         async for chunk in self.chunks():
             *ended, last = chunk.split(b"\n")
@@ -138,10 +135,7 @@ class Upstream:
     """Connections to all workers. It needs a running event loop; call `aclose` afterwards."""
 
     def __init__(self, connect_timeout: float, max_header_bytes: int, api_key: str | None = None) -> None:
-        """`connect_timeout` in seconds; `max_header_bytes`: of a request's head.
-
-        `api_key` is the workers' key, for the gateway's own requests.
-        """
+        """`connect_timeout` in seconds; `max_header_bytes`: of a request; `api_key`: the workers', for own requests."""
         self._connect_timeout = connect_timeout
         self._max_field = max_header_bytes + MORE_HEADER_BYTES
         # The whole has no limit: a cold prefill takes minutes, and an answer may take any time.

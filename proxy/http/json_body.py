@@ -180,10 +180,7 @@ def count(value: Any) -> int:
 
 
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:
-    """`raw` with the outermost fields `put` set to these values and `dropped` removed; other fields stay byte for byte.
-
-    `names` are the outermost names in `raw`, an object in UTF-8.
-    """
+    """`raw`, an object of these `names` in UTF-8, with `put` set and `dropped` removed; the rest byte for byte."""
     gone = {name for name in (*put, *dropped) if name in names}
     if gone:
         raw = _without(raw, gone)

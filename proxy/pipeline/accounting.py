@@ -102,10 +102,7 @@ class Accounting(Part):
                 self._learn(exchange, outcome.usage.prompt)
 
     async def answered(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> str | None:
-        """The same of an answer that has not begun, which tells the reason for what came from the cache.
-
-        Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
-        """
+        """The same of an answer that has not begun; its reason, if the worker reports. Goes on without the client."""
         self.reported(exchange, outcome, answer)
         if not self._count_outcome(exchange, outcome):
             return None

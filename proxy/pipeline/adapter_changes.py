@@ -54,10 +54,7 @@ class AdapterChanges:
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)  # all workers get changes in the same order
 
     async def serve(self, exchange: Exchange) -> None:
-        """Change it everywhere, and answer as vLLM does. Goes on if the client leaves meanwhile.
-
-        Raises `AdapterNotEverywhere`, `BadRequest` if it is not clear whose adapter it is, or `NoWorker`.
-        """
+        """Change it everywhere, with a client or without. Raises `AdapterNotEverywhere`, `BadRequest`, `NoWorker`."""
         task = beside(self._change(exchange))
         task.add_done_callback(_over)
         with exchange.timings.waiting():

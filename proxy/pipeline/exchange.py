@@ -92,10 +92,7 @@ class Body:
     form_model: str | None = None  # the model that a form names; None if the body is no form
 
     def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
-        """The body has been parsed: settle what the gateway decides in it.
-
-        `asks_usage`: have streams report their tokens if the client does not ask for it. Raises `BadRequest`.
-        """
+        """Settle what the gateway decides in it; `asks_usage`: streams report their tokens. Raises `BadRequest`."""
         self.parsed, self.names = parsed, tuple(parsed)
         for name in TRANSFERS:
             self._drop(name)

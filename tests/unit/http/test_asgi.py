@@ -11,17 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
 from proxy.http import asgi
-from proxy.http.asgi import (
-    BodyMemory,
-    BodyState,
-    ClientGone,
-    ClientWatch,
-    Pace,
-    check_room,
-    end_to_end,
-    read_body,
-    unencoded,
-)
+from proxy.http.asgi import BodyMemory, BodyState, ClientGone, ClientWatch, Pace, end_to_end, read_body
 from tests.harness.virtual_time import on_virtual_time
 
 
@@ -121,9 +111,9 @@ async def test_a_body_may_be_as_long_as_the_limit_in_one_piece_and_in_several():
 
 
 async def test_a_request_on_a_connection_too_many_is_refused():
-    check_room({"extensions": {asgi.BODY_STATE: None}})
+    asgi.check_room({"extensions": {asgi.BODY_STATE: None}})
     with pytest.raises(Overloaded, match="max_connections"):
-        check_room({"extensions": {asgi.IS_CROWDED: {}}})
+        asgi.check_room({"extensions": {asgi.IS_CROWDED: {}}})
 
 
 @pytest.mark.parametrize(
@@ -144,7 +134,7 @@ async def test_a_request_on_a_connection_too_many_is_refused():
 def test_a_body_without_a_coding_is_asked_for_unless_the_client_takes_none_such(accepted, is_asked):
     headers = [(b"a", b"b"), *((b"accept-encoding", each) for each in accepted), (b"c", b"d")]
     wanted = [(b"a", b"b"), (b"c", b"d"), (b"accept-encoding", b"identity")]
-    assert unencoded(headers) == (wanted if is_asked else headers)
+    assert asgi.unencoded(headers) == (wanted if is_asked else headers)
 
 
 def test_each_header_that_concerns_one_connection_stays_on_it():
