@@ -88,11 +88,7 @@ class Accounting(Part):
             self._reader.stored.put(None, answer, exchange.worker.boot, exchange.head.owner)
 
     def reported(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> None:
-        """A worker has reported in an answer that is on its way to the client.
-
-        `answer`: parsed; for a stream, its last response object. What the next request may build on is noted; the rest
-        is left to `settle`.
-        """
+        """Note what the next request builds on; `settle` does the rest. `answer`: parsed; a stream's last response."""
         exchange.outcome = outcome
         outcome.engine_id = _engine_id(exchange, answer)
         if exchange.worker is not None:
