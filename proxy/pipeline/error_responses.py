@@ -71,12 +71,7 @@ def _failed_response(error: GatewayError, first: bytes, last: bytes) -> dict[str
     """The `response.failed` event: the response as its first event announced it, numbered after the last one."""
     response = data_of_last(first).get("response")
     number = data_of_last(last).get("sequence_number")
-    return {
-        "type": "response.failed",
-        "sequence_number": number + 1 if isinstance(number, int) else 0,
-        "response": {
-            **(response if isinstance(response, dict) else {"object": "response", "output": []}),
-            "status": "failed",
-            "error": {"code": "server_error", "message": str(error)},
-        },
-    }
+    known = response if isinstance(response, dict) else {"object": "response", "output": []}
+    failed = {**known, "status": "failed", "error": {"code": "server_error", "message": str(error)}}
+    following = number + 1 if isinstance(number, int) else 0
+    return {"type": "response.failed", "sequence_number": following, "response": failed}

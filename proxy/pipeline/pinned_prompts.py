@@ -323,9 +323,8 @@ class PinnedPrompts(Part):
             raw = json.dumps(entry.body, allow_nan=False).encode()
             parse_object(raw, *self._limits)
         except (ValueError, RecursionError):
-            raise BadRequest(
-                "body: it is no JSON that a worker reads: NaN and infinite numbers are none.", param="body"
-            ) from None
+            text = "body: it is no JSON that a worker reads: NaN and infinite numbers are none."
+            raise BadRequest(text, param="body") from None
         return PinnedPrompt(entry.name, model, raw, key, from_file, key.salt if key is not None else None)
 
     def _put(self, prompt: PinnedPrompt) -> None:
