@@ -11,6 +11,7 @@ Nothing here imports vLLM: `seamark worker` asks before it starts.
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +28,10 @@ class ConnectorLane(enum.Enum):
     NOT_SERVED = "not_served"  # vLLM starts no hybrid model with it
 
 
+# Without `SupportsHMA` vLLM turns its hybrid cache manager off, and then cannot lay the caches out.
+LMCACHE_MP = "LMCacheMPConnector"  # vLLM's; LMCache may bring one that vLLM prefers
+WITHOUT_HYBRIDS = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", LMCACHE_MP)
+
 NIXL_THAT_PULLS = ("NixlConnector", "NixlPullConnector")  # one class by two names
 
 # By vLLM's names. Any other is `CHUNK_ENDS`: vLLM hands each state at a chunk's end to it by itself.
@@ -34,22 +39,21 @@ CONNECTORS: Mapping[str, ConnectorLane] = {
     **dict.fromkeys(NIXL_THAT_PULLS, ConnectorLane.INSIDE),
     "NixlPushConnector": ConnectorLane.CHUNK_ENDS,
     "DecodeBenchConnector": ConnectorLane.NO_HINTS,
-    # No `SupportsHMA`: vLLM turns its hybrid cache manager off, and then cannot lay the caches out.
-    "ExampleConnector": ConnectorLane.NOT_SERVED,
-    "FlexKVConnectorV1": ConnectorLane.NOT_SERVED,
-    "HF3FSKVConnector": ConnectorLane.NOT_SERVED,
-    "LMCacheConnectorV1": ConnectorLane.NOT_SERVED,
-    "LMCacheMPConnector": ConnectorLane.NOT_SERVED,  # vLLM's; LMCache may bring one that vLLM prefers
+    **dict.fromkeys(WITHOUT_HYBRIDS, ConnectorLane.NOT_SERVED),
 }
 
 # They copy by streams of a GPU, and end a CPU's engine with words of their own.
 FOR_GPUS = {"OffloadingConnector", "SimpleCPUOffloadConnector"}
 
-LMCACHE_MP = "LMCacheMPConnector"
-
 # Ours, `engine_patches.disk`: it holds what it reads from, and writes only into blocks of waiting requests.
 OWN, OWN_MODULE = "SeamarkConnector", "engine_patches.disk.connector"
 MULTI = "MultiConnector"
+
+# Of a directory of ours: 32 GiB hold some 160 states of the largest hybrids, with the attention rows before them.
+DEFAULT_BYTES = 32 << 30
+
+# Which states are stored: those that a request has come back to, and pinned ones; or each, as soon as it is written.
+USED, ALL = "used", "all"
 
 UNKNOWN = "is not known to leave alone the blocks that a pass writes states into"
 
@@ -71,10 +75,7 @@ _SHOWN = (
         "self, request, block_ids",
         ("delay_free_blocks = any(", "block_ids = self.get_exchange_clipped_blocks(block_ids)"),
     ),
-    Shape(
-        f"{_BASE}.get_exchange_clipped_blocks",
-        mentions=("blocks = clip_ssm_state_blocks(blocks, n_spec_blocks)",),
-    ),
+    Shape(f"{_BASE}.get_exchange_clipped_blocks", mentions=("blocks = clip_ssm_state_blocks(blocks, n_spec_blocks)",)),
 )
 
 # What is replaced, so that a prefill which comes from another worker is known to be of its prompt and still there.
@@ -83,21 +84,11 @@ LOAD_END = f"{_PULL}.get_num_new_matched_tokens"
 SENT = f"{_PULL}.request_finished"
 READ = f"{_WORKER}._read_blocks_for_req"
 
+_BACKOFF = ("del request.prompt_token_ids[-backoff:]", "request.num_prompt_tokens -= backoff")
+
 _HANDED_OVER = (
-    Shape(
-        PREFILL_END,
-        "self, request",
-        (
-            "del request.prompt_token_ids[-backoff:]",
-            "request.num_prompt_tokens -= backoff",
-            'params["_p_side_truncated"] = True',
-        ),
-    ),
-    Shape(
-        f"{_BASE}.on_new_request",
-        "self, request",
-        ("self._truncate_request_for_prefill(request)",),
-    ),
+    Shape(PREFILL_END, "self, request", (*_BACKOFF, 'params["_p_side_truncated"] = True')),
+    Shape(f"{_BASE}.on_new_request", "self, request", ("self._truncate_request_for_prefill(request)",)),
     Shape(f"{_BASE}._stop_heartbeat", "self, req_id"),
     Shape(
         LOAD_END,
@@ -167,9 +158,8 @@ def decide_by(transfer: Mapping[str, Any], on_cpu: bool = True) -> Decision:
 def needs_a_gpu(transfer: Mapping[str, Any]) -> str | None:
     """The first connector in the fields of a `KVTransferConfig` that starts on no CPU; None if there is none."""
     for child in _connectors_in(transfer):
-        own = child.get("kv_connector_module_path") or (child.get("kv_connector_extra_config") or {}).get(
-            "spec_module_path"
-        )
+        extra = child.get("kv_connector_extra_config") or {}
+        own = child.get("kv_connector_module_path") or extra.get("spec_module_path")
         if child["kv_connector"] in FOR_GPUS and not own:
             return str(child["kv_connector"])
     return None
@@ -234,3 +224,12 @@ def _lmcache_has_its_own() -> bool:
     except ImportError:
         return False
     return True
+
+
+def transfer_flags(directory: str, max_bytes: int = DEFAULT_BYTES, keep: str = USED) -> list[str]:
+    """Flags of `vllm serve` for our connector, with states in `directory`, of at most `max_bytes` bytes."""
+    module = "engine_patches.disk.tier"
+    tier = {"type": "CheckedFiles", "module_path": module, "root_dir": directory, "max_bytes": max_bytes}
+    extra = {"spec_name": "CheckpointSpec", "spec_module_path": module, "secondary_tiers": [tier], "keep": keep}
+    transfer = {"kv_connector": OWN, "kv_connector_module_path": OWN_MODULE, "kv_role": "kv_both"}
+    return ["--kv-transfer-config", json.dumps({**transfer, "kv_connector_extra_config": extra})]

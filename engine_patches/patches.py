@@ -33,7 +33,7 @@ from engine_patches.scheduler import (
     transfers,
 )
 from engine_patches.scheduler import hooks as scheduling
-from engine_patches.trial import turns
+from engine_patches.trial import own_requests
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
@@ -565,7 +565,7 @@ PATCHES: tuple[Patch, ...] = (
         "own-trial",
         f"{CORE}Proc.process_input_sockets",
         why="an engine that drafts asks itself whether hits are right beside its drafts, before it gives any",
-        build=turns.try_drafts,
+        build=own_requests.try_drafts,
         mentions=("self.input_queue.put_nowait((request_type, request))", "self.preprocess_add_request(req)"),
         relies_on=(
             Shape(

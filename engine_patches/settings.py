@@ -1,4 +1,4 @@
-"""The plugin's settings, from the environment: the engine's processes share nothing else."""
+"""The plugin's settings, from the environment: all that the engine's processes share. And vLLM's own file of flags."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import os
 from collections.abc import Callable
 from ipaddress import IPv4Network, IPv6Network, ip_network
+from pathlib import Path
+from typing import Any
 
 PREFIX = "SEAMARK_"
 MODE_VARIABLE = "SEAMARK_ENGINE"
@@ -20,7 +22,7 @@ DEFAULT_PIN_SHARE = 0.1
 
 logger = logging.getLogger("vllm.seamark")
 
-# Variables.
+# Variables, each with a function below that reads it.
 FAN_OUT = "SEAMARK_FAN_OUT"  # 0: no request waits for another one's prefix
 STATE_SHARE = "SEAMARK_STATE_SHARE"  # part of the cache's blocks that states may hold, 0..1
 PIN_SHARE = "SEAMARK_PIN_SHARE"  # part of the cache's blocks that pinned prompts may hold, 0..1
@@ -48,7 +50,6 @@ def take_along_to_ray() -> None:
 
 
 def drafts() -> str:
-    """Whether hints are used beside speculative decoding: after a trial (`AUTO`), `AT_ONCE` or `NEVER`."""
     return _choice(DRAFTS, AUTO, AT_ONCE, NEVER)
 
 
@@ -68,7 +69,6 @@ def reports_at() -> tuple[str, int]:
 
 
 def hints_from() -> tuple[IPv4Network | IPv6Network, ...]:
-    """Networks whose requests may carry a hint in a header."""
     found: list[IPv4Network | IPv6Network] = []
     for each in filter(None, map(str.strip, os.environ.get(HINTS_FROM, "").split(","))):
         try:
@@ -79,12 +79,10 @@ def hints_from() -> tuple[IPv4Network | IPv6Network, ...]:
 
 
 def fan_out() -> bool:
-    """Whether requests may wait for a prefix that another one computes."""
     return _switch(FAN_OUT, True)
 
 
 def chunk_ends(default: bool) -> bool:
-    """Whether states are placed only at the ends of the kernel's chunks."""
     return _switch(CHUNK_ENDS, default)
 
 
@@ -94,12 +92,10 @@ def kv_events() -> str:
 
 
 def state_share() -> float:
-    """Part of the cache's blocks that states may hold."""
     return _share(STATE_SHARE, DEFAULT_SHARE, "(0, 1]", lambda share: 0 < share <= 1)
 
 
 def pin_share() -> float:
-    """Part of the cache's blocks that pinned prompts may hold."""
     return _share(PIN_SHARE, DEFAULT_PIN_SHARE, "[0, 1)", lambda share: 0 <= share < 1)
 
 
@@ -123,7 +119,17 @@ def _share(name: str, default: float, interval: str, is_in: Callable[[float], bo
 
 
 def _switch(name: str, default: bool) -> bool:
-    value = os.environ.get(name, "").strip()
-    if value not in ("", "0", "1"):
-        logger.error("seamark: %s=%r is neither 0 nor 1; %d is used", name, value, default)
-    return {"0": False, "1": True}.get(value, default)
+    return _choice(name, *(("1", "0") if default else ("0", "1"))) == "1"
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The flags in a file of vLLM's `--config`, by name. Raises `ValueError` with the reason if it cannot be read."""
+    import yaml  # vLLM brings it
+
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(content, dict):
+        raise ValueError("it has no lines `flag: value`")
+    return {str(name): value for name, value in content.items()}

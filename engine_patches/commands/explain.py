@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from engine_patches import families, kv_connectors, plugin, settings, speculation
 from engine_patches.commands.model_layers import (
@@ -69,16 +70,6 @@ class StateCost:
     notes: tuple[str, ...] = ()  # what these numbers leave out
 
     @property
-    def recurrent_layers(self) -> int:
-        """Of all kinds."""
-        return sum(self.layers.values())
-
-    @property
-    def bytes_in_cache(self) -> int:
-        """Of one state, with what fills its blocks up."""
-        return self.state_blocks * self.block_bytes
-
-    @property
     def displaced_tokens(self) -> int:
         """Tokens of KV for which the blocks of one state would have room."""
         return self.state_blocks * self.block_tokens // self.attention_groups
@@ -86,10 +77,6 @@ class StateCost:
     def states_in(self, memory: int, share: float = 1.0) -> int:
         """States that fit into a cache of `memory` bytes, if they may hold `share` of its blocks."""
         return int(share * (memory // self.block_bytes)) // self.state_blocks
-
-    def tokens_in(self, memory: int) -> int:
-        """Tokens of KV that fit into a cache of `memory` bytes without any state."""
-        return memory // self.block_bytes // self.attention_groups * self.block_tokens
 
 
 def configure(arguments: Sequence[str]) -> Any:
@@ -127,6 +114,11 @@ def cost_of(config: Any) -> StateCost:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
+    try:
+        from vllm.v1.core import kv_cache_planning as planning  # from 0.33 on
+    except ImportError:
+        planning = kv_cache_utils
+
     text, unit_given = config.model_config.hf_text_config, config.cache_config.prefix_match_unit
     kinds = layer_kinds(text)
     attention = sum(kind in ATTENTION for kind in kinds)
@@ -140,7 +132,7 @@ def cost_of(config: Any) -> StateCost:
     backends = dict.fromkeys(layer.get_attn_backend() for layer in layers_of_cache.values())
     layouts = [layout.name for layout in get_supported_kv_cache_layouts(list(backends))]
     resolve_kv_cache_layout(config, [layouts], list(specs.values()))
-    groups = _planning().get_kv_cache_groups(config, specs)
+    groups = planning.get_kv_cache_groups(config, specs)
     caches = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
     # Of a group whose layers differ the scheduler is told one.
     told = kv_cache_utils.generate_scheduler_kv_cache_config([caches])
@@ -168,15 +160,6 @@ def cost_of(config: Any) -> StateCost:
         inside=has_cores and runs_whole_steps(config),
         notes=tuple(_notes(config, layers, None if unit_given else unit)),
     )
-
-
-def _planning() -> Any:
-    """The module in which vLLM groups caches."""
-    try:
-        from vllm.v1.core import kv_cache_planning as module  # from 0.33 on
-    except ImportError:
-        from vllm.v1.core import kv_cache_utils as module
-    return module
 
 
 def _block_bytes(group: Any) -> int:
@@ -212,10 +195,7 @@ def _gpu_kernels() -> Iterator[None]:
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    here = vllm.platforms.current_platform
-    with_triton = vllm.config.vllm.HAS_TRITON
-
-    class WithGpuKernels(type(here)):  # type: ignore[misc]
+    class WithGpuKernels(type(vllm.platforms.current_platform)):  # type: ignore[misc]
         check_and_update_config: Any = classmethod(Platform.check_and_update_config.__func__)
         update_block_size_for_backend: Any = classmethod(Platform.update_block_size_for_backend.__func__)
 
@@ -226,13 +206,9 @@ def _gpu_kernels() -> Iterator[None]:
             path: str = chosen.get_path()
             return path
 
-    vllm.platforms.current_platform = WithGpuKernels()
-    vllm.config.vllm.HAS_TRITON = True  # decides between the model runners
-    try:
+    runners = mock.patch.object(vllm.config.vllm, "HAS_TRITON", True)  # decides between them
+    with mock.patch.object(vllm.platforms, "current_platform", WithGpuKernels()), runners:
         yield
-    finally:
-        vllm.platforms.current_platform = here
-        vllm.config.vllm.HAS_TRITON = with_triton
 
 
 def memory_for_cache(config: Any) -> tuple[int, str] | None:
@@ -267,7 +243,8 @@ def report(
     `drafts`: method and number, empty without; `refusal`: of hints.
     """
     size, source = memory or (EXAMPLE, "for example: --kv-cache-memory-bytes was not given")
-    kept = cost.states_in(size, share)
+    kept, in_cache = cost.states_in(size, share), cost.state_blocks * cost.block_bytes
+    tokens = size // cost.block_bytes // cost.attention_groups * cost.block_tokens
     recurrent = [f"{many} recurrent ({layer.kind.name})" for layer, many in cost.layers.items()]
     inside = cost.inside and connector.lane is not ConnectorLane.CHUNK_ENDS
     written = "inside the pass" if inside else "cut: a pass for each"
@@ -279,12 +256,12 @@ def report(
         ("layers", ", ".join([*recurrent, f"{cost.attention_layers} attention"])),
         ("states", f"{written} ({SHOWN[families.shown_of(cost.layers)]})"),
         ("one state", f"{_amount(cost.state_bytes)} in {' and '.join(dict.fromkeys(cost.state_types))}"),
-        ("in the cache", f"{_amount(cost.bytes_in_cache)}: {cost.state_blocks} blocks of {_amount(cost.block_bytes)}"),
+        ("in the cache", f"{_amount(in_cache)}: {cost.state_blocks} blocks of {_amount(cost.block_bytes)}"),
         ("cache block", f"{cost.block_tokens:,} tokens of KV in {cost.kv_type}"),
         ("match unit", f"{cost.match_unit:,} tokens"),
         ("a state displaces", f"{cost.displaced_tokens:,} tokens of KV"),
         ("cache", f"{_amount(size)} ({source})"),
-        ("which holds", f"{cost.tokens_in(size):,} tokens of KV, or {cost.states_in(size):,} states"),
+        ("which holds", f"{tokens:,} tokens of KV, or {cost.states_in(size):,} states"),
         ("states may take", f"{share:.0%} of it ({settings.STATE_SHARE}): {kept:,} states"),
         ("KV connector", ", ".join(connector.names)),
         ("drafts", drafts),

@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,113 +97,57 @@ SIZES: Mapping[str, Any] = dict(
 )
 
 
-def nemotron_h_config(mtp: bool = False) -> Any:
-    """NemotronH with the real family's layer pattern (Mamba2, MLP, attention) at 4.5 million parameters."""
-    from transformers import NemotronHConfig
-
-    kinds = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
-    return NemotronHConfig(
-        **SIZES,
-        layers_block_type=[kinds[letter] for letter in "M-M*-M*-"],
-        num_attention_heads=8,
-        head_dim=32,
-        mamba_num_heads=16,
-        mamba_head_dim=32,
-        ssm_state_size=64,
-        n_groups=2,
-        chunk_size=64,
-        bos_token_id=None,
-    )
-
-
-def qwen3_next_config(mtp: bool = False) -> Any:
-    """Qwen3-Next with the real pattern (three gated delta nets, one attention), twice, at 7 million parameters.
-
-    One layer has experts, because vLLM refuses the family without; with a draft head it is the first, for which vLLM
-    takes the head's layer. It has one expert: between several, rounding alone would now and then send a token elsewhere
-    and hide what a check looks for.
-    """
-    from transformers import Qwen3NextConfig
-
-    layers, layer_of_experts = 8, 0 if mtp else 7
-    return Qwen3NextConfig(
-        **SIZES,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        head_dim=64,  # with it a cache block is 384 tokens: small, and whole chunks (64) of the recurrent kernels
-        linear_num_key_heads=1,
-        linear_num_value_heads=2,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        num_experts=1,
-        num_experts_per_tok=1,
-        moe_intermediate_size=256,
-        shared_expert_intermediate_size=256,
-        mlp_only_layers=[layer for layer in range(layers) if layer != layer_of_experts],
-        initializer_range=WEIGHT_STD,  # for parameters that are no matrices: convolutions and experts
-    )
-
-
-# Makes a matrix of weights of a shape (rows, columns).
-Draw = Callable[[int, int], Any]
-
-
-def nemotron_h_draft_head(config: Mapping[str, Any], weights: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
-    """Weights of an MTP head of one attention layer, under vLLM's names (`NemotronHMTP`)."""
-    import torch
-
-    hidden = config["hidden_size"]
-    queries, keys = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    head = {f"{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "norm", "final_layernorm")}
-    shapes = {
-        "eh_proj": (hidden, 2 * hidden),
-        "mixer.q_proj": (queries, hidden),
-        "mixer.k_proj": (keys, hidden),
-        "mixer.v_proj": (keys, hidden),
-        "mixer.o_proj": (hidden, queries),
-    }
-    head |= {f"{name}.weight": draw(*shape) for name, shape in shapes.items()}
-    return {f"mtp.layers.0.{name}": tensor for name, tensor in head.items()}
-
-
-def qwen3_next_draft_head(config: Mapping[str, Any], weights: Mapping[str, Any], draw: Draw) -> dict[str, Any]:
-    """Weights of an MTP head of one attention layer with experts, under vLLM's names (`Qwen3NextMTP`)."""
-    import torch
-
-    hidden, size = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
-    head = {
-        "fc.weight": draw(hidden, 2 * hidden),
-        **{f"{name}.weight": torch.zeros(hidden) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")},
-        **{f"layers.0.{name}.weight": torch.zeros(hidden) for name in ("input_layernorm", "post_attention_layernorm")},
-        "layers.0.self_attn.q_proj.weight": draw(2 * queries, hidden),  # and their gates
-        "layers.0.self_attn.k_proj.weight": draw(keys, hidden),
-        "layers.0.self_attn.v_proj.weight": draw(keys, hidden),
-        "layers.0.self_attn.o_proj.weight": draw(hidden, queries),
-        **{f"layers.0.self_attn.{name}.weight": torch.zeros(size) for name in ("q_norm", "k_norm")},
-    }
-    experts = "model.layers.0.mlp."  # vLLM takes the head's layer for the model's first one
-    for name, tensor in weights.items():
-        if name.startswith(experts):
-            head["layers.0.mlp." + name.removeprefix(experts)] = draw(*tensor.shape)
-    return {f"mtp.{name}": tensor for name, tensor in head.items()}
-
-
 class Family(NamedTuple):
     """How one family's tiny model is made."""
 
-    config: Callable[..., Any]  # `mtp`: of the model that gets a draft head
+    config_class: str  # of transformers
     dtype: str  # of the weights; vLLM computes in it if the family leaves no choice
     slow_decay: bool  # redraw the decay of the recurrent heads, see `MEMORY_TOKENS`
-    draft_head: Callable[[Mapping[str, Any], Mapping[str, Any], Draw], dict[str, Any]]
-    head_config: Mapping[str, Any] = {}  # what vLLM looks for in config.json, beside the number of a head's layers
+    settings: Mapping[str, Any]  # of its configuration, beside `SIZES`
 
+    def config(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.config_class)(**SIZES, **self.settings)
+
+
+KINDS = {"M": "linear_attention", "-": "mlp", "*": "full_attention"}
+
+# The real family's layer pattern (Mamba2, MLP, attention) at 4.5 million parameters.
+NEMOTRON_H = dict(
+    layers_block_type=[KINDS[letter] for letter in "M-M*-M*-"],
+    num_attention_heads=8,
+    head_dim=32,
+    mamba_num_heads=16,
+    mamba_head_dim=32,
+    ssm_state_size=64,
+    n_groups=2,
+    chunk_size=64,
+    bos_token_id=None,
+)
+
+# The real pattern (three gated delta nets, one attention), twice, at 7 million parameters. The first layer has experts,
+# because vLLM refuses the family without. It has one expert: between several, rounding alone would now and then send a
+# token elsewhere and hide what a check looks for.
+QWEN3_NEXT = dict(
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    head_dim=64,  # with it a cache block is 384 tokens: small, and whole chunks (64) of the recurrent kernels
+    linear_num_key_heads=1,
+    linear_num_value_heads=2,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    num_experts=1,
+    num_experts_per_tok=1,
+    moe_intermediate_size=256,
+    shared_expert_intermediate_size=256,
+    mlp_only_layers=list(range(1, 8)),
+    initializer_range=WEIGHT_STD,  # for parameters that are no matrices: convolutions and experts
+)
 
 FAMILIES = {
-    "nemotron_h": Family(
-        nemotron_h_config, "float32", False, nemotron_h_draft_head, {"mtp_layers_block_type": ["full_attention"]}
-    ),
-    "qwen3_next": Family(qwen3_next_config, "bfloat16", True, qwen3_next_draft_head),
+    "nemotron_h": Family("NemotronHConfig", "float32", False, NEMOTRON_H),
+    "qwen3_next": Family("Qwen3NextConfig", "bfloat16", True, QWEN3_NEXT),
 }
 
 
@@ -223,42 +167,17 @@ def draw_weights(model: Any, seed: int, slow_decay: bool) -> None:
                 parameter.uniform_(shortest, longest, generator=generator).add_(math.log(per_token)).neg_()
 
 
-def add_draft_head(folder: Path, recipe: Family, seed: int) -> None:
-    """Give the model in a folder a random MTP head. Its drafts are hardly ever right."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Any:
-        return torch.empty(*shape).normal_(0.0, WEIGHT_STD, generator=generator)
-
-    file, config_file = folder / "model.safetensors", folder / "config.json"
-    weights, config = load_file(str(file)), json.loads(config_file.read_text())
-    head = recipe.draft_head(config, weights, draw)
-    weights.update({name: tensor.to(getattr(torch, recipe.dtype)) for name, tensor in head.items()})
-    save_file(weights, str(file), metadata={"format": "pt"})
-    config_file.write_text(json.dumps({**config, "num_nextn_predict_layers": 1, **recipe.head_config}, indent=2) + "\n")
-
-
-def write_model(out: Path, family: str = "nemotron_h", seed: int = 0, mtp: bool = False) -> Path:
-    """Write weights, config, tokenizer and chat template into the folder `out` (under 20 MB).
-
-    `mtp`: with a head for multi-token prediction. Raises `ValueError` for a family that is not in `FAMILIES`.
-    """
-    if family not in FAMILIES:
-        raise ValueError(f"--family: {family!r} is not one of {', '.join(FAMILIES)}")
+def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
+    """Write weights, config, tokenizer and chat template into the folder `out` (under 20 MB)."""
     import torch
     from transformers import AutoModelForCausalLM
 
     recipe = FAMILIES[family]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(recipe.config(mtp), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(recipe.config(), dtype=torch.float32)
     draw_weights(model, seed, recipe.slow_decay)
     out.mkdir(parents=True, exist_ok=True)
     model.to(getattr(torch, recipe.dtype)).save_pretrained(out, safe_serialization=True)
-    if mtp:
-        add_draft_head(out, recipe, seed + 1)
     for weights in out.glob("*.safetensors"):
         weights.chmod(0o644)  # safetensors gives them to their owner alone; a worker may run as another user
     train_tokenizer().save_pretrained(out)
@@ -281,12 +200,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--family", choices=sorted(FAMILIES), default="nemotron_h")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mtp", action="store_true", help="with a random head that drafts tokens")
     args = parser.parse_args(argv)
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out: {args.out} is a file, a folder is needed")
     try:
-        print(write_model(args.out, args.family, args.seed, args.mtp))
+        print(write_model(args.out, args.family, args.seed))
     except OSError as error:
         parser.error(f"--out: {args.out} cannot be written: {error}")
     except ModuleNotFoundError as error:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 from engine_patches import families
 from engine_patches.families import RecurrentLayer
@@ -23,7 +24,6 @@ WITHOUT_CACHE = frozenset({"mlp", "moe"})
 INDEX_QUANT_BLOCK = 128  # values of an index key in GLM-5.3 that share a scale of four bytes
 
 NOT_INSPECTED = "failed to be inspected"  # of vLLM, whose log says why
-
 
 NO_DRAFTS_ON_A_CPU = (
     "on a CPU vLLM drafts for no hybrid: it copies states with Triton kernels, and would end at the first prompt; "
@@ -111,13 +111,13 @@ def stand_ins(config: Any, layers: Mapping[RecurrentLayer, int], attention: int)
     class Recurrent(MambaBase):  # type: ignore[misc]  # vLLM is untyped to mypy
         mamba_type: Any = None
 
-        def __init__(self, layer: RecurrentLayer, state: StateOf) -> None:
+        def __init__(self, layer: RecurrentLayer, state: Any) -> None:
             self.mamba_type = MambaAttentionBackendEnum[layer.kind.backend]
             self.state = state
 
         @property
         def is_kv_cache_tp_replicated(self) -> bool:
-            return self.state.replicated
+            return bool(self.state.tp_replicated)
 
         def get_state_shape(self) -> Any:
             return self.state.shapes
@@ -163,21 +163,13 @@ def _class_of(model: Any) -> Any:
         raise CannotExplain(f"vLLM cannot configure {model.model}: {reason}") from error
 
 
-class StateOf(NamedTuple):
-    """The tensors of one layer's state."""
-
-    shapes: Any
-    dtypes: Any
-    replicated: bool = False  # on each tensor-parallel rank
-
-
-def _states_of(model_class: Any, config: Any) -> Sequence[StateOf]:
-    """The state of each kind of recurrent layer, in the order of `families.layers_in`."""
+def _states_of(model_class: Any, config: Any) -> Sequence[Any]:
+    """vLLM's specification of the state of each kind of recurrent layer, in the order of `families.layers_in`."""
     if hasattr(model_class, "get_mamba_specs_from_config"):
-        specs = model_class.get_mamba_specs_from_config(config)
-        return [StateOf(spec.shapes, spec.dtypes, spec.tp_replicated) for spec in specs]
+        specs: Sequence[Any] = model_class.get_mamba_specs_from_config(config)
+        return specs
     shapes, dtypes = model_class.get_mamba_state_shape_from_config, model_class.get_mamba_state_dtype_from_config
-    return [StateOf(shapes(config), dtypes(config))]
+    return [SimpleNamespace(shapes=shapes(config), dtypes=dtypes(config), tp_replicated=False)]
 
 
 def _index_of(config: Any, prefix: str) -> dict[str, Any]:
@@ -188,12 +180,8 @@ def _index_of(config: Any, prefix: str) -> dict[str, Any]:
     if getattr(text, "indexer_compress_ratio", None):
         from vllm.models.qwen4_exp.common.qsa_cache import QSACompressedKeyCache, QSAKeyStateCache
 
-        common = dict(
-            head_size=text.indexer_head_dim,
-            cache_config=cache,
-            vllm_config=config,
-            compress_ratio=text.indexer_compress_ratio,
-        )
+        common = dict(head_size=text.indexer_head_dim, cache_config=cache, vllm_config=config)
+        common["compress_ratio"] = text.indexer_compress_ratio
         keys, ring = f"{prefix}.compressed_key_cache", f"{prefix}.raw_key_cache"
         kind = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
         compressed = kind[config.attention_config.resolve_indexer_kv_dtype("bf16")]

@@ -22,11 +22,9 @@ from typing import Any, NamedTuple
 from engine_patches import families, settings
 from engine_patches.commands.model_layers import NO_DRAFTS_ON_A_CPU, first_line, is_hybrid
 from engine_patches.commands.patches import built_for, installed
-from engine_patches.config_file import read_config
-from engine_patches.disk.flags import ALL, DEFAULT_BYTES, USED, transfer_flags
-from engine_patches.kv_connectors import ConnectorLane, decide_by, needs_a_gpu
+from engine_patches.kv_connectors import ALL, DEFAULT_BYTES, USED, ConnectorLane, decide_by, needs_a_gpu, transfer_flags
 from engine_patches.ledger import Platform
-from engine_patches.settings import FULL, IMAGE, LOOPBACK, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED
+from engine_patches.settings import FULL, IMAGE, LOOPBACK, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED, read_config
 
 INSTALL = (
     f'run it in the environment that vLLM is installed in ("pip install vllm", {SUPPORTED}), after '
@@ -62,18 +60,10 @@ CPU_FLAGS: Mapping[str, str | None] = {"--dtype": "float32", "--enforce-eager": 
 
 # The CPU kernels of gated delta nets compute in bfloat16 only. Their state may be wider: if vLLM chooses its width, the
 # width, and with it the block size, depends on the CPU.
-CPU_GDN_FLAGS: Mapping[str, str | None] = {
-    **CPU_FLAGS,
-    "--dtype": "bfloat16",
-    "--mamba-ssm-cache-dtype": "float32",
-}
+CPU_GDN_FLAGS: Mapping[str, str | None] = {**CPU_FLAGS, "--dtype": "bfloat16", "--mamba-ssm-cache-dtype": "float32"}
 
 # Without the last, a few helpers of the sampler are compiled in eager mode too: a C++ compiler and 20 seconds.
-CPU_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "TORCH_COMPILE_DISABLE": "1",
-}
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 
 def cpu_flags(model_type: str) -> Mapping[str, str | None]:

@@ -30,12 +30,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LookupResult
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from engine_patches.disk.files import CHECKSUM_NAME
-from engine_patches.disk.flags import ALL, USED
-from engine_patches.disk.load_cost import ASSUMED_TOKEN_SECONDS
+from engine_patches.disk.files import ASSUMED_TOKEN_SECONDS, CHECKSUM_NAME
 from engine_patches.disk.tier import CheckedFiles
 from engine_patches.footprint import DECLINED, LOADED, LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights
+from engine_patches.kv_connectors import ALL, USED
 from engine_patches.scheduler.cache_keys import HeldKeys, key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
 
@@ -53,7 +52,10 @@ class SeamarkConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is un
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        extra.setdefault("staging_rows", _staging_rows(vllm_config, kv_cache_config))
+        # Rows of host memory: what the longest prompt takes, twice, so that one loads while another is stored.
+        block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
+        longest = -(-vllm_config.model_config.max_model_len // min(block_sizes))
+        extra.setdefault("staging_rows", int(2 * longest + 4 * len(block_sizes)))
         self.connector_scheduler: StateScheduler | None = None
         self.connector_worker = None
         if role == KVConnectorRole.SCHEDULER:
@@ -70,13 +72,6 @@ class SeamarkConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is un
         """Let connector and checkpoints of a scheduler know each other."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.introduce(checkpoints, pool)
-
-
-def _staging_rows(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Rows of host memory: what the longest prompt takes, twice, so that one loads while another is stored."""
-    block_sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
-    longest = -(-vllm_config.model_config.max_model_len // min(block_sizes))
-    return int(2 * longest + 4 * len(block_sizes))
 
 
 class _Offer(NamedTuple):
@@ -149,15 +144,10 @@ class StateScheduler(OffloadingConnectorScheduler):  # type: ignore[misc]
 
     # What vLLM says.
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int, max_num_new_tokens: int | None = None
-    ) -> tuple[int | None, bool]:
-        """vLLM's: how much more than `num_computed_tokens` can be loaded; None: to be asked again."""
+    def get_num_new_matched_tokens(self, request: Any, *limits: Any, **more: Any) -> Any:
+        """vLLM's: how many more tokens than those in the cache can be loaded; None: to be asked again."""
         setattr(request, LOADED, 0)
-        answer: tuple[int | None, bool] = super().get_num_new_matched_tokens(
-            request, num_computed_tokens, max_num_new_tokens
-        )
-        return answer
+        return super().get_num_new_matched_tokens(request, *limits, **more)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._forget(request)
@@ -320,6 +310,8 @@ def identity_of(vllm_config: Any, kv_cache_config: Any) -> bytes:
     if not weights.name:
         return b""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    split = ("tensor", "pipeline", "decode_context", "prefill_context")
+    sizes = [getattr(parallel, f"{kind}_parallel_size") for kind in split]
     facts = {
         "versions": [vllm.__version__, torch.__version__, torch.version.cuda or torch.version.hip or ""],
         "checksum": CHECKSUM_NAME,
@@ -332,13 +324,7 @@ def identity_of(vllm_config: Any, kv_cache_config: Any) -> bytes:
         "conv layout": os.environ.get("VLLM_SSM_CONV_STATE_LAYOUT", ""),
         "caches": [[repr(group.kv_cache_spec), group.layer_names] for group in kv_cache_config.kv_cache_groups],
         "hash": str(getattr(cache, "prefix_caching_hash_algo", "")),
-        "parallel": [
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.decode_context_parallel_size,
-            parallel.prefill_context_parallel_size,
-            bool(parallel.enable_expert_parallel),
-        ],
+        "parallel": [*sizes, bool(parallel.enable_expert_parallel)],
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
 

@@ -1,4 +1,4 @@
-"""Files of cache blocks, one for each key, that are believed only if every byte of them is.
+"""Files of cache blocks, one for each key, believed only if every byte of them is right; and what loading them takes.
 
 A file is a header of 4,096 bytes and a block's bytes. The header names the key and the identity of what computed the
 block (model, weights, layout, versions), and a checksum covers both parts. What does not fit is removed and counted.
@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import re
 import stat
+import statistics
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -56,6 +59,12 @@ _TEMPORARY_NAME = re.compile(rf"\d+-\d+{re.escape(TEMPORARY)}")
 START_LOCK_SECONDS, LOCK_SECONDS, LOCK_POLL_SECONDS = 4.0, 20.0, 0.01
 
 _BLOCK_BYTES = 512  # what the system counts allocated bytes in
+
+# Loads remembered: enough for a median, few enough to follow a disk that others keep busy.
+WINDOW = 32
+
+# Until the engine knows its own: what a prompt token takes on a fast GPU, so that a slow disk is not waited for.
+ASSUMED_TOKEN_SECONDS = 1e-4
 
 # Why a file is not believed, or could not be written.
 LENGTH, FORMAT, IDENTITY, KEY, CHECKSUM = "length", "format", "identity", "key", "checksum"
@@ -135,8 +144,7 @@ class StateFiles:
         A key whose name something else has gets none. Raises `NotOurs` and other `OSError`. Once it has waited for the
         lock in vain, it asks for it once, until it gets it.
         """
-        written = Written([], [], 0)
-        num_bytes = 0
+        written, number = Written([], [], 0), self._number
         self._make_folders()
         patience, self._patience = self._patience, 0.0
         with self._locked(patience):
@@ -159,8 +167,7 @@ class StateFiles:
                 self._stuck.discard(path.name)
                 held[path] = _Held(os.stat(path).st_mtime_ns, self.file_bytes, self.file_bytes)
                 written.stored.append(key)
-                num_bytes += self.file_bytes
-        return written._replace(num_bytes=num_bytes)
+        return written._replace(num_bytes=(self._number - number) * self.file_bytes)
 
     def read(self, key: bytes, into: memoryview) -> None:
         """Fill `into` with the block of `key`. What it holds after an error means nothing.
@@ -264,15 +271,12 @@ class StateFiles:
                 if _TEMPORARY_NAME.fullmatch(name):
                     path.unlink(missing_ok=True)
                 elif _STATE_NAME.fullmatch(name):
-                    taken = self._bytes_of(folder, status)
+                    taken = self.file_bytes
+                    if folder != self._folder or status.st_size != self.file_bytes:
+                        # One with holes is as large as it likes to appear.
+                        taken = min(status.st_size, status.st_blocks * _BLOCK_BYTES)
                     held[path] = _Held(_last_use(path, status), status.st_size, taken)
         return held
-
-    def _bytes_of(self, folder: Path, status: os.stat_result) -> int:
-        """What a file takes: one with holes is as large as it likes to appear."""
-        if folder == self._folder and status.st_size == self.file_bytes:
-            return self.file_bytes
-        return min(status.st_size, status.st_blocks * _BLOCK_BYTES)
 
     @contextmanager
     def _locked(self, seconds: float) -> Iterator[None]:
@@ -355,3 +359,54 @@ def _last_use(path: Path, status: os.stat_result) -> int:
 
 def _key_in(name: str) -> bytes:
     return bytes.fromhex(name.removesuffix(SUFFIX))
+
+
+class LoadCost:
+    """What a load takes, a fixed part and seconds for each byte: learnt from loads, and from those that do not finish.
+
+    Times in seconds.
+    """
+
+    def __init__(self) -> None:
+        self._loads: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._due: dict[int, float] = {}  # job -> when it should be done
+
+    def load_began(self, job: int, num_bytes: int) -> None:
+        fixed, per_byte = self._learnt() if self._loads else (0.0, 0.0)
+        self._due[job] = time.monotonic() + fixed + per_byte * num_bytes
+
+    def load_ended(self, job: int) -> None:
+        """It is done, or failed; nothing happens for other jobs."""
+        self._due.pop(job, None)
+
+    def load_took(self, num_bytes: int, seconds: float) -> None:
+        """A load of `num_bytes` was done after `seconds`, waiting included."""
+        if num_bytes > 0 and seconds > 0:
+            self._loads.append((num_bytes, seconds))
+
+    def seconds(self, num_bytes: int) -> float:
+        """What a load of so many bytes is going to take; 0 for none, endless until a load was measured."""
+        if not num_bytes:
+            return 0.0
+        if not self._loads:
+            return math.inf
+        fixed, per_byte = self._learnt()
+        # A disk that is late with one load by so much, or hangs, will be as late with another.
+        late = max(time.monotonic() - min(self._due.values()), 0.0) if self._due else 0.0
+        return fixed + per_byte * num_bytes + late
+
+    def pays(self, num_bytes: int, prefill_seconds: float) -> bool:
+        """Whether loading so many bytes takes less time than the prefill that it saves."""
+        return self.seconds(num_bytes) < prefill_seconds
+
+    def _learnt(self) -> tuple[float, float]:
+        # The slope between small and large loads; where all are of one size, the fixed part cannot be told apart.
+        loads = sorted(self._loads)
+        half = len(loads) // 2
+        small, large = loads[: half or 1], loads[half:]
+        small_bytes, large_bytes = (statistics.median(size for size, _ in each) for each in (small, large))
+        small_time, large_time = (statistics.median(time for _, time in each) for each in (small, large))
+        if large_bytes < 2 * small_bytes:
+            return 0.0, statistics.median(time / size for size, time in loads)
+        per_byte = max(large_time - small_time, 0.0) / (large_bytes - small_bytes)
+        return max(small_time - per_byte * small_bytes, 0.0), per_byte

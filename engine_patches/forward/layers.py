@@ -120,10 +120,17 @@ def _writes_in_forward(layer: Any, vllm_config: Any) -> bool:
     # A class that derives from it may have a core or metadata of its own. Asking for the backend imports the latter's
     # module, the last one that is looked at.
     builder = layer.get_attn_backend().get_builder_cls()
-    of_class = vars(_class_at(known.path))
-    return _planning(builder) is not None and all(
-        getattr(type(layer), core, None) is of_class[core] for core in known.cores
+    of_class = _class_at(known.path)
+    cores_are_known = all(
+        getattr(type(layer), core, None) is vars(of_class)[core] and _is_vllms(of_class, core) for core in known.cores
     )
+    return cores_are_known and _planning(builder) is not None and _is_vllms(builder, "build")
+
+
+def _is_vllms(of_class: type, name: str) -> bool:
+    """Whether a class has a function of vLLM's own: another plugin may have replaced it since its shape was checked."""
+    owner = next(each for each in of_class.__mro__ if name in vars(each))
+    return bool(vars(owner)[name].__module__ == owner.__module__)
 
 
 def _replace_cores(layer: Any) -> None:

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from engine_patches.answers import Discrepancy, compare
-from engine_patches.gpu_check.engine import CheckedAnswer
-from engine_patches.gpu_check.job import COLD, WARM, LaneResult
-from engine_patches.gpu_check.questions import DEFECTS, RESEND, SPOILED_STATE
+from engine_patches.gpu_check.engine import COLD, WARM, CheckedAnswer, LaneResult
+from engine_patches.gpu_check.lanes import DEFECTS, RESEND, SPOILED_STATE
 
 OK, WRONG, NOT_RUN, LEFT_OUT = "ok", "WRONG", "not run", "left out"
 EXACTNESS = "exactness, "  # the beginning of checks' names

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 from engine_patches.commands.worker import vllm_environment
 from engine_patches.gpu_check import judge
-from engine_patches.gpu_check.job import COLD_LENGTHS, LaneJob, LaneResult
+from engine_patches.gpu_check.engine import COLD_LENGTHS, LaneJob, LaneResult
 from engine_patches.gpu_check.judge import LEFT_OUT, NOT_RUN, WRONG, Check
-from engine_patches.gpu_check.lanes import KERNELS, RUNNER, Lane
-from engine_patches.gpu_check.questions import MORE, RESEND, SHARED_LENGTHS, length_section
+from engine_patches.gpu_check.lanes import KERNELS, MORE, RESEND, RUNNER, SHARED_LENGTHS, Lane, length_section
 from engine_patches.settings import DRAFTS, FULL, MODE_VARIABLE, OFF, REFERENCE
 
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
@@ -99,7 +98,8 @@ class Engines:
 
 
 def _command(job_file: Path, result_file: Path) -> list[str]:
-    return [sys.executable, "-m", "engine_patches.gpu_check.job", str(job_file), str(result_file)]
+    code = "from engine_patches.gpu_check import engine; engine.main()"
+    return [sys.executable, "-c", code, str(job_file), str(result_file)]
 
 
 def _last_error(log: Path, status: int) -> str:
@@ -119,10 +119,13 @@ class Runner:
     def run(self, lane: Lane, model: Path | str) -> Generator[Check, None, None]:
         """All checks of one lane, each as soon as it is known."""
         told = set()
-        for check in self._checks(lane, model):
-            if check.name not in told:
-                told.add(check.name)
-                yield check
+        try:
+            for check in self._checks(lane, model):
+                if check.name not in told:
+                    told.add(check.name)
+                    yield check
+        except Exception as error:  # a fault of this check proves nothing about vLLM, and must not hide other lanes
+            yield Check(f"the check itself, {lane.name}", NOT_RUN, f"failed: {type(error).__name__}: {error}")
 
     def _checks(self, lane: Lane, model: Path | str) -> Iterator[Check]:
         name, chosen = lane.name, self._chosen.get(lane.family)

@@ -21,7 +21,7 @@ import socket
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +58,13 @@ class Collector:
     def __init__(self, address: tuple[str, int], keys: Collection[str]) -> None:
         """`address`: host and port (0: any) that the reports are read at; `keys`: one of which a reader has to send.
 
-        If that is taken, the reports are read at the API server's own address, as far as there is one, and an error is
-        logged. Raises `OSError` or `zmq.ZMQError` if no reports can come.
+        If that is taken, an error is logged. Raises `OSError` or `zmq.ZMQError` if no reports can come.
         """
-        self._keys = keys
-        self._unread = 0  # reports
+        self._keys, self._unread = keys, 0  # reports
         place = None if len(tempfile.gettempdir()) <= MOST_PATH else "/tmp"  # noqa: S108  # a folder in it is ours alone
         self.folder = Path(tempfile.mkdtemp(prefix="seamark-", dir=place))
         atexit.register(shutil.rmtree, self.folder, ignore_errors=True)
-        # The process's one: another would wait for its sockets when it is collected as garbage.
+        # The process's context: another would wait for its sockets when it is collected as garbage.
         context: Any = zmq.Context.instance()
         self._reports = context.socket(zmq.PULL)
         self._reports.rcvhwm, self._reports.linger = MAX_WAITING, 0
@@ -86,21 +84,23 @@ class Collector:
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
-            run: Callable[[], None] = lambda: asyncio.run(self._work(metrics))  # noqa: E731
-            threading.Thread(target=run, name="seamark-reports", daemon=True).start()
+            thread = threading.Thread(
+                target=lambda: asyncio.run(self._work(metrics)), name="seamark-reports", daemon=True
+            )
+            thread.start()
         else:
             self._task = loop.create_task(self._work(metrics))  # kept: the loop alone would let it go
 
     async def _work(self, metrics: CollectedMetrics) -> None:
         try:
-            inside = await _serve(EventsEndpoint(not_found), self._inside)
-            outside = None
+            app = EventsEndpoint(not_found)
+            servers = [await _serve(app, self._inside)]
             if self._listener is not None:
-                outside = await _serve(_WithKey(EventsEndpoint(not_found), self._keys), self._listener)
+                servers.append(await _serve(_with_key(app, self._keys), self._listener))
             try:
                 await self._take(metrics)
             finally:
-                for server in filter(None, (inside, outside)):
+                for server in servers:
                     server.close()
         except Exception:
             logger.exception("seamark: reports end here: gateways learn nothing of this worker any more")
@@ -131,18 +131,16 @@ class Collector:
                 logger.error("seamark: a report could not be read: %s (no. %d)", type(error).__name__, self._unread)
 
 
-class _WithKey:
+def _with_key(app: ASGIApp, keys: Collection[str]) -> ASGIApp:
     """The app, for those who send one of the keys; nobody else learns that there is one."""
+    wanted = [f"Bearer {key}".encode() for key in keys]
 
-    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
-        self._app = app
-        self._wanted = [f"Bearer {key}".encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
         given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        # All are compared, each in constant time.
-        knows = [hmac.compare_digest(given, wanted) for wanted in self._wanted]
-        await (self._app if any(knows) or not knows else not_found)(scope, receive, send)
+        knows = [hmac.compare_digest(given, each) for each in wanted]  # all are compared, each in constant time
+        await (app if any(knows) or not knows else not_found)(scope, receive, send)
+
+    return guarded
 
 
 def _listener(host: str, port: int) -> socket.socket | None:

@@ -13,7 +13,7 @@ import asyncio
 import os
 import re
 import uuid
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from itertools import islice
 from typing import Any
@@ -41,7 +41,6 @@ MAX_ID = 512  # characters kept of an id; vLLM takes headers of megabytes, and t
 # Of a request with the value 1, and of its answer: REASON,HIT,SHARED,POSITION:POSITION.., lengths in tokens. Of one
 # that pins its prompt: also ,FATE.
 HEADER = b"x-seamark-outcome"
-
 MAX_WAIT = 10.0  # seconds; a worker that is to stop finishes its answers first
 
 # What a step reports is added up so long after its tokens, which go to their clients first: on a machine of few cores
@@ -51,12 +50,10 @@ SETTLE_SECONDS = 0.003
 # A report leaves the engine before the answer does, and by another way: on a busy machine it comes a moment later.
 LATE_SECONDS, LATE_STEP = 0.05, 0.002
 
-LINES_PER_SECOND = 10.0  # of a stream of answers, on the average
-LINES_AT_ONCE = 10.0  # before the average counts
+LINES_PER_SECOND, LINES_AT_ONCE = 10.0, 10.0  # of a stream of answers: on the average, and before that counts
 
 # vLLM's name of a request: [child of n > 1]_[API]-[X-Request-Id][-prompt of a completion]-[8 random characters].
 _COMPLETION = re.compile(r"(?:\d+_)?cmpl-(.*)-\d+-[0-9a-f]{8}")
-
 _OTHER = re.compile(r"(?:\d+_)?(?:chatcmpl-|resp_)?(.*?)-[0-9a-f]{8}")
 
 # vLLM names the first request of a response after it: `resp_ID_0`. The id stands at the beginning of the answer.
@@ -68,7 +65,6 @@ ID_WITHIN = 1024  # bytes
 _LATER_CHILD = re.compile(r"[1-9]\d*_(?:chatcmpl-|cmpl-|resp_)", re.ASCII)
 
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
-
 _SECONDS = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 
 # An event of a feed, in JSON: ["admitted", REQUEST, REASON, HIT, SHARED, [POSITION..]], ["pinned", REQUEST, FATE],
@@ -83,24 +79,19 @@ def client_id(engine_id: str) -> str:
     return (match[1] if match else engine_id)[:MAX_ID]
 
 
-def header_of(request: AdmittedRequest) -> bytes:
-    positions = ":".join(map(str, request.resolved))
-    return f"{request.reason},{request.hit_tokens},{request.shared},{positions}".encode()
-
-
 class Feed:
     """The latest events of one engine, numbered."""
 
     def __init__(self, boot: str, catch_up: Callable[[], None] = lambda: None) -> None:
         """`catch_up` is called before anything is read: what was put off is added then."""
-        self.boot = boot
-        self._catch_up = catch_up
+        self.boot, self._catch_up = boot, catch_up
         self._cursor = 0
         self._kept: deque[tuple[int, Event]] = deque(maxlen=MAX_KEPT)
         self._last_number = 0  # of an event
         self.drafts = ("", "")  # as of `EngineReport`
-        self._readers: dict[asyncio.Event, str | None] = {}  # those that wait, with the gateway that each is
-        self._loads: Mapping[str, GatewayLoad] = {}  # by gateway
+        self._readers: set[asyncio.Event] = set()  # those that wait
+        # What gateways have the engine do, by their names; "" for what comes past them.
+        self.loads: Mapping[str, GatewayLoad] = {}
 
     def add_event(self, number: int, event: StateEvent) -> None:
         """States came or went in the engine, which numbers its events without gaps."""
@@ -111,17 +102,9 @@ class Feed:
             event = msgspec.structs.replace(event, request_id=client_id(event.request_id))
         self.keep(event)
 
-    def set_loads(self, loads: Mapping[str, GatewayLoad]) -> None:
-        """What gateways have the engine do, by their names; "" for what comes past them. Call where it is read."""
-        before, self._loads = self._loads, loads
-        changed = {name for name in {*before, *loads} if before.get(name) != loads.get(name)}
-        for reader, name in self._readers.items():
-            if name is not None and changed - {name}:
-                reader.set()
-
     def beside(self, gateway: str) -> GatewayLoad:
         """What all others have it do."""
-        others = [load for name, load in self._loads.items() if name != gateway]
+        others = [load for name, load in self.loads.items() if name != gateway]
         return GatewayLoad(sum(load.requests for load in others), sum(load.prefill_tokens for load in others))
 
     def keep(self, event: Event) -> None:
@@ -158,36 +141,29 @@ class Feed:
             answer["load"] = self.beside(gateway)
         return answer
 
-    async def wait_after(
-        self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None
-    ) -> dict[str, Any]:
-        """As `after`, once there is something, the load is not what the gateway knows, or after `seconds`.
-
-        `load`: what it knows, as REQUESTS:TOKENS.
-        """
-        is_known = gateway is None or load is None or load == "{}:{}".format(*self.beside(gateway))
-        if seconds and boot == self.boot and cursor >= self._cursor and is_known:
-            added = asyncio.Event()
-            self._readers[added] = gateway
-            try:
-                async with asyncio.timeout(seconds):
-                    await added.wait()
-            except TimeoutError:
-                pass
-            finally:
-                self._readers.pop(added, None)
-        return self.after(cursor, boot, gateway)
-
     async def answers(
         self, cursor: int, boot: str | None, seconds: float, gateway: str | None = None, load: str | None = None
     ) -> AsyncIterator[dict[str, Any]]:
-        """As `wait_after`, one answer after the other until `seconds` are over, each later than the one before."""
+        """As `after`, one answer after the other until `seconds` are over.
+
+        Each comes once there is something, or the load is not what the gateway knows (`load`, as REQUESTS:TOKENS).
+        """
         clock = asyncio.get_running_loop().time
         now = clock()
         ends, credit = now + seconds, LINES_AT_ONCE
         while True:
-            answer = await self.wait_after(cursor, boot, max(0.0, ends - now), gateway, load)
-            yield answer
+            is_known = gateway is None or load is None or load == "{}:{}".format(*self.beside(gateway))
+            if now < ends and boot == self.boot and cursor >= self._cursor and is_known:
+                added = asyncio.Event()
+                self._readers.add(added)
+                try:
+                    async with asyncio.timeout_at(ends):
+                        await added.wait()
+                except TimeoutError:
+                    pass
+                finally:
+                    self._readers.remove(added)
+            yield (answer := self.after(cursor, boot, gateway))
             cursor, boot = answer["cursor"], self.boot
             if "load" in answer:
                 load = "{}:{}".format(*answer["load"])
@@ -205,7 +181,7 @@ class Feeds:
     def __init__(self) -> None:
         self.collected_by: int | None = None  # id of the process; None: not known here
         self.alone = Feed(uuid.uuid4().hex, self.catch_up)  # of the only engine; every process numbers from 1
-        self._of_several: dict[int, Feed] = {}  # by rank
+        self._of_several = defaultdict[int, Feed](lambda: Feed(self.alone.boot, self.catch_up))  # by rank
         self._latest: OrderedDict[str, bytes] = OrderedDict()  # values of `HEADER`, by X-Request-Id
         self._late: list[Callable[[], None]] = []  # put off by `later`
 
@@ -222,7 +198,8 @@ class Feeds:
             if not _LATER_CHILD.match(request.request_id):
                 name = client_id(request.request_id)
                 feed.keep(msgspec.structs.replace(request, request_id=name))
-                self._latest[name] = header_of(request)
+                facts = (request.reason, request.hit_tokens, request.shared, ":".join(map(str, request.resolved)))
+                self._latest[name] = ",".join(map(str, facts)).encode()
                 self._latest.move_to_end(name)
                 if len(self._latest) > MAX_KEPT:
                     self._latest.popitem(last=False)
@@ -239,21 +216,19 @@ class Feeds:
 
     async def outcome_of(self, request_id: str) -> bytes | None:
         """What became of a request that is answered, once; waited for only where the reports of the one engine come."""
-        outcome = self.take_latest(request_id)
         late = not self._of_several and self.collected_by == os.getpid()
         for _ in range(round(LATE_SECONDS / LATE_STEP) if late else 0):
-            if outcome is not None:
-                break
+            if (outcome := self.take_latest(request_id)) is not None:
+                return outcome
             await asyncio.sleep(LATE_STEP)
-            outcome = self.take_latest(request_id)
-        return outcome
+        return self.take_latest(request_id)
 
     def add_events(self, report: EngineReport) -> None:
         """States came or went, and gateways have other loads; readers learn of all that was added."""
         feed = self._of(report)
         for number, event in report.events:
             feed.add_event(number, event)
-        feed.set_loads(report.loads)
+        feed.loads = report.loads
         feed.wake_readers()
 
     def later(self, work: Callable[[], None]) -> None:
@@ -277,15 +252,10 @@ class Feeds:
             work()
 
     def _of(self, report: EngineReport) -> Feed:
-        if report.engines == 1:
-            return self.alone
-        if report.engine not in self._of_several:
-            self._of_several[report.engine] = Feed(self.alone.boot, self.catch_up)
-        return self._of_several[report.engine]
+        return self.alone if report.engines == 1 else self._of_several[report.engine]
 
 
 feeds = Feeds()
-
 
 _metrics = make_asgi_app()
 
@@ -293,7 +263,7 @@ _metrics = make_asgi_app()
 async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
     """The app beneath the collector's own address, which has nothing else to tell."""
     if scope["type"] == "http":
-        await _answer(send, 404, {"error": f"only {PATH} and {METRICS_PATH} are read here"})
+        await _error(send, 404, f"only {PATH} and {METRICS_PATH} are read here")
 
 
 class EventsEndpoint:
@@ -328,7 +298,7 @@ class EventsEndpoint:
         else:
             if scope["path"].startswith("/metrics"):
                 feeds.catch_up()
-            if header_fields.are_in(scope):
+            if any(name == header_fields.NAME for name, _ in scope["headers"]):
                 receive = await header_fields.into_body(scope, receive)
             wants = any(name == HEADER and value == b"1" for name, value in scope["headers"])
             await self._app(scope, receive, _joins_first(_adds_outcome(scope, send)) if wants else send)
@@ -357,34 +327,30 @@ async def _pass_on(address: str, scope: Scope, send: Send) -> None:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
     except aiohttp.ClientConnectorError:
-        await _answer(send, 503, {"error": "the process that collects what engines report has ended"})
+        await _error(send, 503, "the process that collects what engines report has ended")
 
 
 async def _tell(scope: Scope, send: Send) -> None:
     if scope["method"] != "GET":
-        await _answer(send, 405, {"error": f"{PATH} can only be read: use GET"})
-        return
+        return await _error(send, 405, f"{PATH} can only be read: use GET")
     query = parse_qs(scope["query_string"].decode("latin-1"))
     after, wait = (query.get(name, ["0"])[-1] for name in ("after", "wait"))
     engine = query.get("engine", [""])[-1]
     if not _NUMBER.fullmatch(after):
-        await _answer(send, 400, {"error": "after: use the cursor of the last answer, a number"})
-        return
+        return await _error(send, 400, "after: use the cursor of the last answer, a number")
     if not _SECONDS.fullmatch(wait):
-        await _answer(send, 400, {"error": "wait: use a number of seconds"})
-        return
+        return await _error(send, 400, "wait: use a number of seconds")
     feeds.catch_up()
     feed = feeds.of(int(engine)) if _NUMBER.fullmatch(engine) else None if engine else feeds.of(None)
     if feed is None:
-        await _answer(send, 404, {"error": "engine: use the data parallel rank of an engine that has reported here"})
-        return
+        return await _error(send, 404, "engine: use the data parallel rank of an engine that has reported here")
     boot, gateway, load = (query.get(name, [None])[-1] for name in ("boot", "gateway", "load"))
     # A proxy in between must not collect them.
     headers = [(b"content-type", b"application/x-ndjson"), (b"x-accel-buffering", b"no")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     async for answer in feed.answers(int(after), boot, min(float(wait), MAX_WAIT), gateway, load):
         await send({"type": "http.response.body", "body": msgspec.json.encode(answer) + b"\n", "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
+    return await send({"type": "http.response.body", "body": b""})
 
 
 def _adds_outcome(scope: Scope, send: Send) -> Send:
@@ -429,10 +395,9 @@ def _joins_first(send: Send) -> Send:
     sending: asyncio.Task[None] | None = None  # the opening, nothing of which may be overtaken
 
     def joined() -> Message:
-        pieces = b"".join(message.get("body", b"") for message in opening)
-        last = opening[-1]
+        message = {**opening[-1], "body": b"".join(message.get("body", b"") for message in opening)}
         opening.clear()
-        return {**last, "body": pieces}
+        return message
 
     def turn() -> None:
         nonlocal is_open, sending
@@ -457,8 +422,8 @@ def _joins_first(send: Send) -> Send:
     return send_joined
 
 
-async def _answer(send: Send, status: int, content: Any) -> None:
-    body = msgspec.json.encode(content)
+async def _error(send: Send, status: int, why: str) -> None:
+    body = msgspec.json.encode({"error": why})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -39,11 +39,6 @@ def counted() -> Counter:
 networks = cache(settings.hints_from)
 
 
-def are_in(scope: Scope) -> bool:
-    """Whether an HTTP request has the header."""
-    return any(name == NAME for name, _ in scope["headers"])
-
-
 async def into_body(scope: Scope, receive: Receive) -> Receive:
     """Take the header out of `scope`, and put what it says into the body that the returned function gives.
 
@@ -53,11 +48,9 @@ async def into_body(scope: Scope, receive: Receive) -> Receive:
     scope["headers"] = [header for header in scope["headers"] if header[0] != NAME]
     takes_hints = scope["method"] == "POST" and scope["path"] in PATHS
     entries = entries_in(hints[0].decode("latin-1")) if len(hints) == 1 and takes_hints else None
-    if not _is_trusted(_opened_by(scope, receive)):
-        counted().labels("untrusted").inc()
-        return receive
-    if entries is None:
-        counted().labels("malformed").inc()
+    is_trusted = _is_trusted(_opened_by(scope, receive))
+    if not is_trusted or entries is None:
+        counted().labels("malformed" if is_trusted else "untrusted").inc()
         return receive
     body = bytearray()
     while True:
@@ -81,13 +74,9 @@ def _opened_by(scope: Scope, receive: Receive) -> str:
     uvicorn believes `X-Forwarded-For` of whoever comes from 127.0.0.1, and puts what it says in place of the address.
     The connection itself is behind `receive`, unless another middleware is in between.
     """
-    connection = getattr(getattr(receive, "__self__", None), "transport", None)
-    if connection is not None:
+    opened_by = None if any(name in FORWARDED for name, _ in scope["headers"]) else scope.get("client")
+    if (connection := getattr(getattr(receive, "__self__", None), "transport", None)) is not None:
         opened_by = connection.get_extra_info("peername")
-    elif any(name in FORWARDED for name, _ in scope["headers"]):
-        return ""
-    else:
-        opened_by = scope.get("client")
     return opened_by[0] if isinstance(opened_by, tuple | list) and opened_by else ""
 
 

@@ -6,17 +6,18 @@ it is used.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
 import socket
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.config_file import read_config
 from engine_patches.footprint import REPORTS
 from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
 from engine_patches.scheduler.counters import loads_may_have_changed
@@ -94,28 +95,15 @@ def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[s
     A file that `--config` names is read for them, too, as vLLM reads it.
     """
     given = list(arguments)
-    keys: list[str] = []
-    takes = False
-    for argument in given:
-        name, equals, value = argument.partition("=")
-        if name.replace("_", "-") == "--api-key":
-            takes, keys = True, [value] if equals else []
-        elif argument.startswith("-"):
-            takes = False
-        elif takes:
-            keys.append(argument)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--api-key", "--api_key", nargs="*", default=[])
+    keys: list[str] = parser.parse_known_args(given)[0].api_key
     if not keys and "--config" in given[:-1]:
-        keys = _keys_of_file(given[given.index("--config") + 1])
+        with suppress(ValueError):  # vLLM says so
+            file = settings.read_config(Path(given[given.index("--config") + 1]))
+            told = {name.replace("_", "-"): value for name, value in file.items()}.get("api-key") or []
+            keys = [str(key) for key in told] if isinstance(told, list) else [str(told)]
     return tuple(keys) or tuple(filter(None, [environment.get("VLLM_API_KEY")]))
-
-
-def _keys_of_file(path: str) -> list[str]:
-    try:
-        flags = {name.replace("_", "-"): value for name, value in read_config(Path(path)).items()}
-    except ValueError:
-        return []  # vLLM says so
-    keys = flags.get("api-key") or []
-    return [str(key) for key in keys] if isinstance(keys, list) else [str(keys)]
 
 
 def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:

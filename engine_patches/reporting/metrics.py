@@ -11,7 +11,6 @@ from collections import Counter as Counting
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from importlib import metadata
-from typing import NamedTuple
 
 import msgspec
 import vllm
@@ -64,17 +63,12 @@ GAUGES = {
 FROM_THE_START = {"files_refused": REASONS, "windows": (HELD, ZEROED, HEALED)}
 
 
-class Families(NamedTuple):
-    """The metric families, by the fields of a report."""
-
-    info: Gauge
-    counters: Mapping[str, Counter]
-    gauges: Mapping[str, Gauge]
-
-
 @cache
-def families() -> Families:
-    """A Prometheus registry admits each name once per process."""
+def families() -> tuple[Gauge, Mapping[str, Counter], Mapping[str, Gauge]]:
+    """What an engine is, and its counters and gauges by the fields of a report.
+
+    A Prometheus registry admits each name once per process.
+    """
     lengths = ["match_unit", "block_size", "ahead"]
     info = Gauge(
         "seamark_engine_info",
@@ -89,7 +83,7 @@ def families() -> Families:
     for field, labels in FROM_THE_START.items():
         for label in labels:
             counters[field].labels(label)
-    return Families(info, counters, gauges)
+    return info, counters, gauges
 
 
 class EngineNumbers:
@@ -134,7 +128,7 @@ class CollectedMetrics:
 
         `beside_vllms`: vLLM's own metrics stand in this process, too.
         """
-        self._read_at = read_at
+        self._read_at, self._versions = read_at, (own_version(), vllm.__version__)
         self._shown: dict[int, tuple[str, ...]] = {}  # labels of `seamark_engine_info`, by engine
         self._of_vllm = None if beside_vllms else EngineNumbers()
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
@@ -152,16 +146,17 @@ class CollectedMetrics:
 
     def _show(self, report: EngineReport) -> None:
         lengths = (str(report.match_unit), str(report.block_size), str(report.ahead))
-        labels = (*lengths, report.connector, report.lane, report.refused, report.drafts[0], self._read_at)
+        of_engine = (*lengths, report.connector, report.lane, report.refused, report.drafts[0], self._read_at)
+        labels = (*self._versions, *of_engine)
         shown = self._shown.get(report.engine)
         if labels == shown:
             return
         self._shown[report.engine] = labels
-        info = families().info
+        info, _, _ = families()
         if shown is not None and shown not in self._shown.values():
-            info.labels(own_version(), vllm.__version__, *shown).set(0)  # files of several processes keep it for ever
-            info.remove(own_version(), vllm.__version__, *shown)
-        info.labels(own_version(), vllm.__version__, *labels).set(1)
+            info.labels(*shown).set(0)  # files of several processes keep it for ever
+            info.remove(*shown)
+        info.labels(*labels).set(1)
 
     def _add_up(self, report: EngineReport) -> None:
         _, counters, gauges = families()

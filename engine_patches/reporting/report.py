@@ -67,10 +67,7 @@ def constants(config: Any) -> dict[str, Any]:
 
 
 def report_of(scheduler: Any, constant: Mapping[str, Any], loads: dict[str, GatewayLoad]) -> EngineReport:
-    """The report of a scheduler that is due now; what it tells is told once.
-
-    `constant`: of `constants`.
-    """
+    """The report of a scheduler that is due now; what it tells is told once. `constant`: of `constants`."""
     checkpoints: Checkpoints = scheduler.seamark
     states, counters = checkpoints.states, checkpoints.counters
     running, waiting = scheduler.get_request_counts()
@@ -112,9 +109,7 @@ class Reporter:
 
     def step_ends(self, *, busy: bool) -> None:
         """Report if there is anything to tell. `busy`: prompts were computed, or requests came or went."""
-        checkpoints = self._scheduler.seamark
-        requests = self._scheduler.requests
-        loads = self._loads
+        checkpoints, requests, loads = self._scheduler.seamark, self._scheduler.requests, self._loads
         if busy or len(requests) != self._num_requests:
             self._num_requests = len(requests)
             loads = loads_of_gateways(requests.values())
@@ -125,14 +120,13 @@ class Reporter:
 
     def send(self, loads: dict[str, GatewayLoad] | None = None) -> None:
         """Report now, unless too many reports wait to be taken: then what it would tell goes on being counted."""
-        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
-            if loads is not None:
-                self._loads = loads
-            report = report_of(self._scheduler, self._constant, self._loads)
-            try:
-                # The socket has room, and this thread alone fills it.
-                self._socket.send(_encode(report), zmq.DONTWAIT)
-            except Exception as error:  # a name that is no text, for one: no request may end for that
-                if not self._has_failed:
-                    logger.error("seamark: a report could not be sent: %s", type(error).__name__)
-                self._has_failed = True
+        if not self._socket.getsockopt(zmq.EVENTS) & zmq.POLLOUT:
+            return
+        self._loads = self._loads if loads is None else loads
+        report = report_of(self._scheduler, self._constant, self._loads)
+        try:
+            self._socket.send(_encode(report), zmq.DONTWAIT)  # it has room, and this thread alone fills it
+        except Exception as error:  # a name that is no text, for one: no request may end for that
+            if not self._has_failed:
+                logger.error("seamark: a report could not be sent: %s", type(error).__name__)
+            self._has_failed = True

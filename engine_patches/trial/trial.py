@@ -13,7 +13,7 @@ import os
 import random
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from engine_patches.answers import compare, grain, spread
 from engine_patches.scheduler import drafts
@@ -105,19 +105,6 @@ class TrialAnswer(NamedTuple):
     scores: Sequence[dict[int, float]] = ()  # of the prompt's tokens but the first
 
 
-class Asker(Protocol):
-    """Who answers. Each raises `PromptEnded` or `NoAnswer`."""
-
-    def send(self, question: TrialQuestion) -> Any:
-        """Ask, and wait for nothing."""
-
-    def wait(self, sent: Any) -> TrialAnswer:
-        """The answer to what was sent."""
-
-    def keep_only(self, salt: str) -> None:
-        """What has been asked under any other salt is not found again. It raises nothing."""
-
-
 class TrialVerdict(NamedTuple):
     result: Literal["open", "closed", "no_hits"]  # the last one: hints stay off, and it may be tried again
     why: str = ""
@@ -153,9 +140,11 @@ def question_of(kind: str, facts: Facts, draw: random.Random) -> TrialQuestion:
 class Trial:
     """Of one engine. `ask` asks one prompt; once it has asked enough, it comes to a verdict."""
 
-    def __init__(self, asker: Asker, facts: Facts, draw: random.Random | None = None) -> None:
+    def __init__(self, asker: Any, facts: Facts, draw: random.Random | None = None) -> None:
+        """`asker`: `own_requests.OwnRequests`, whose `send` and `wait` raise `PromptEnded` or `NoAnswer`."""
         self._asker, self._facts, self._draw = asker, facts, draw or random.Random()
-        self._kinds, self._again = itertools.cycle(KINDS), deque[str]()
+        self._kinds = itertools.cycle(KINDS)
+        self._kind = next(self._kinds)  # of the next prompt
         self._last: TrialQuestion | None = None  # one whose prompt is in the cache
         self._spreads: deque[float] = deque(maxlen=RECENT)  # the largest difference of two recomputed answers
         self.asked = self.agreed = self.hits = self.differing = self.parted = self.unlike_free = 0  # prompts
@@ -178,12 +167,10 @@ class Trial:
         One that got no answer is counted, and another kind comes instead.
         """
         self._one_at_a_time = one_at_a_time
-        if not self._again:
-            self._again.append(next(self._kinds))
         try:
-            self._ask(self._again[0])
+            self._ask(self._kind)
         except NoAnswer:
-            self._again.popleft()
+            self._kind = next(self._kinds)
             self.unanswered += 1
             if self.asked + self.unanswered < MOST:
                 raise
@@ -216,7 +203,8 @@ class Trial:
         free = self._without_drafts(own.prompt, cold)
         self._learn_noise(own.prompt)
 
-        bound = self._bound(cold)
+        noise = max(NOISES * max(self._spreads, default=0.0), STEPS * max(map(grain, cold)), LEAST)
+        bound = min(noise, BEYOND_NOISE)  # beside these answers
         off = max(min(compare(one, other).error for other in cold) for one in hits)
         differs, unlike_free = not unsteady and off > bound, unsteady or free > bound
         foretold = own.foretold(self._facts)
@@ -232,7 +220,7 @@ class Trial:
             sums = (AcceptedDrafts.of(each.accepted for each in some) for some in (cold, hits))
             self._pairs.append(AcceptedPair(*sums))
         if not differs and not unlike_free:
-            self._again.popleft()
+            self._kind = next(self._kinds)
 
     def _answers(self, questions: Sequence[TrialQuestion]) -> list[TrialAnswer]:
         if self._one_at_a_time:
@@ -251,7 +239,7 @@ class Trial:
         self._asker.wait(sent[0])
         if rest:
             sent.append(self._asker.send(another._replace(tokens=LATER)))
-        answers = [self._asker.wait(each) for each in sent[1:]]
+        answers: list[TrialAnswer] = [self._asker.wait(each) for each in sent[1:]]
         return answers[0]
 
     def _without_drafts(self, prompt: Sequence[int], cold: Sequence[TrialAnswer]) -> float:
@@ -281,11 +269,6 @@ class Trial:
             answers = [self._answers([shorter])[0] for _ in range(3)]
             if not any(each.cached for each in answers):
                 self._spreads.append(spread(answers))
-
-    def _bound(self, cold: Sequence[TrialAnswer]) -> float:
-        """The largest difference that counts as noise beside these answers."""
-        noise = max(NOISES * max(self._spreads, default=0.0), STEPS * max(map(grain, cold)), LEAST)
-        return min(noise, BEYOND_NOISE)
 
     def _verdict(self) -> TrialVerdict | None:
         is_last = self.asked + self.unanswered >= MOST

@@ -25,9 +25,7 @@ from proxy.bench.stories import Contender, Line, Planted, Story, StoryStage
 from proxy.commands.parser import Parser
 
 SEAMARK, ALONE = "Seamark", "vLLM alone"
-
 COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "tok/s", "exact", "against vLLM alone")
-
 WIDTHS = (14, 8, 22, 11, 16, 6, 17, 0)
 
 
@@ -74,12 +72,9 @@ def write_report(played: list[Story], defects: list[Planted], held: bool, second
 
 
 def _line_report(line: Line) -> dict[str, object]:
-    medians = {"ttft_cold": _median(line.ttfts_cold), "ttft_warm": _median(line.ttfts_warm)}
+    times = {"ttft_cold": line.ttfts_cold, "ttft_warm": line.ttfts_warm}
+    medians = {name: statistics.median(seconds) if seconds else None for name, seconds in times.items()}
     return {**asdict(line), **medians, "exact": line.exact}
-
-
-def _median(seconds: Sequence[float]) -> float | None:
-    return statistics.median(seconds) if seconds else None
 
 
 def _version(distribution: str) -> str | None:
@@ -93,12 +88,10 @@ def render(stories: Sequence[Story], defects: Sequence[Planted]) -> str:
     """All stories, a block each, and the proof that `exact` means something."""
     lines = []
     for story in stories:
-        verdict = "held" if story.held else "NOT HELD"
         lines += ["", f"{story.title}: {story.shared} tokens shared, a perfect cache hits {story.oracle}"]
-        lines += ["  " + _row(COLUMNS)]
-        alone = story.line(ALONE)
-        lines += ["  " + _row(_cells(line, alone)) for line in story.lines]
-        lines += [f"  {verdict}: {story.expectation}"]
+        rows = (COLUMNS, *(_cells(line, story.line(ALONE)) for line in story.lines))
+        lines += ["  " + " ".join(map(str.ljust, row, WIDTHS)).rstrip() for row in rows]
+        lines += [f"  {'held' if story.held else 'NOT HELD'}: {story.expectation}"]
     lines += ["", "would the exactness check notice? (each defect planted in an engine of its own kind of hit)"]
     for defect in defects:
         found = "differs" if defect.caught else "exact"
@@ -125,30 +118,23 @@ def in_short(played: Sequence[Story], defects: Sequence[Planted]) -> tuple[str, 
     """What a reader should remember, in three sentences: hits, seconds, exactness."""
     on_prompts = [story for story in played if story.title == stories.SYSTEM_PROMPT]
     shared = sum(story.shared for story in on_prompts)
-    found = {
-        engine: f"{sum(story.line(engine).hit_second or 0 for story in on_prompts) / shared:.0%}"
-        for engine in (SEAMARK, ALONE)
-    }
+    hits = [sum(story.line(engine).hit_second or 0 for story in on_prompts) / shared for engine in (SEAMARK, ALONE)]
     longest = max(on_prompts, key=lambda story: story.shared)
-    lines = longest.line(SEAMARK), longest.line(ALONE)
+    ours, theirs = longest.line(SEAMARK), longest.line(ALONE)
     cold, warm = (
         [f"{1000 * statistics.median(seconds):.0f} ms" for seconds in of_both]
-        for of_both in ([line.ttfts_cold for line in lines], [line.ttfts_warm for line in lines])
+        for of_both in ((ours.ttfts_cold, theirs.ttfts_cold), (ours.ttfts_warm, theirs.ttfts_warm))
     )
     exact = all(story.line(SEAMARK).exact for story in played)
     noticed = all(defect.as_it_should for defect in defects)
     return (
-        f"The second request with a system prompt found {found[SEAMARK]} of it in the cache with Seamark, and "
-        f"{found[ALONE]} with vLLM alone.",
+        f"The second request with a system prompt found {hits[0]:.0%} of it in the cache with Seamark, and "
+        f"{hits[1]:.0%} with vLLM alone.",
         f"Its first token came after {warm[0]} instead of {warm[1]} with a prompt of {longest.shared} tokens; the "
         f"first request's took {cold[0]} instead of {cold[1]}.",
         f"Seamark's answers were {'all' if exact else 'NOT all'} those of an engine without a cache, and the check "
         f"that says so {'noticed' if noticed else 'did NOT notice'} every defect planted on purpose.",
     )
-
-
-def _row(cells: Sequence[str]) -> str:
-    return " ".join(cell.ljust(width) for cell, width in zip(cells, WIDTHS, strict=True)).rstrip()
 
 
 def _cells(line: Line, alone: Line) -> tuple[str, ...]:
@@ -172,16 +158,16 @@ def _comparison(line: Line, alone: Line) -> str:
     parts = []
     if line.tokens_per_second and alone.tokens_per_second:
         parts.append(f"{line.tokens_per_second / alone.tokens_per_second:.2f}x tok/s")
+    more = []
     for name in ("cold", "warm"):
         ours, theirs = (getattr(each, f"ttfts_{name}") for each in (line, alone))
         if ours and theirs:
             ratio = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
             parts.append(f"{name} {1 / ratio:.2f}x faster" if ratio <= 1 else f"{name} {ratio:.2f}x SLOWER")
-    for name in ("cold", "warm"):
         mine, other = (getattr(each, f"passes_{name}") for each in (line, alone))
         if mine is not None and other is not None and mine > other:
-            parts.append(f"{mine - other:+.0f} passes {name}")
-    return ", ".join(parts)
+            more.append(f"{mine - other:+.0f} passes {name}")
+    return ", ".join([*parts, *more])
 
 
 def main(argv: list[str]) -> int:
@@ -197,24 +183,15 @@ def main(argv: list[str]) -> int:
         say("starting four engines at once: Seamark, vLLM alone, vLLM tuned for short hits, and one without a cache")
         seamark = servers.engine("seamark", model)
         alone = servers.engine("vllm-alone", model, "reference")
-        fine = servers.engine(
-            "vllm-unit-16",
-            model,
-            "reference",
-            ("--prefix-match-unit", "16"),
-            # Dormant during the stories; then defects are planted here, where hits end inside blocks too.
-            environment=planted.environment(folder / "planted"),
-        )
+        # Dormant during the stories; then defects are planted there, where hits end inside blocks too.
+        defects_in = planted.environment(folder / "planted")
+        fine = servers.engine("vllm-unit-16", model, "reference", ("--prefix-match-unit", "16"), defects_in)
         reference = servers.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
         gateway = servers.gateway(seamark)
         for server in (seamark, alone, fine, reference):
             server.wait_until_ready()
         gateway.wait_until_ready("/ready", seconds=30)
-        contenders = [
-            Contender(SEAMARK, seamark, gateway.url),
-            Contender(ALONE, alone),
-            Contender("vLLM, tuned", fine),
-        ]
+        contenders = [Contender(SEAMARK, seamark, gateway.url), Contender(ALONE, alone), Contender("vLLM, tuned", fine)]
         played, defects = asyncio.run(play(contenders, reference.url, folder / "planted", args.sizes, say))
         held = all(story.held for story in played) and all(defect.as_it_should for defect in defects)
         report = write_report(played, defects, held, time.monotonic() - began)

@@ -14,13 +14,14 @@ import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
+from proxy.bench.harness.client import open_client
 from proxy.bench.harness.prompts import QUESTIONS, prose
 from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret, without_credentials
@@ -138,10 +139,7 @@ class Stack:
         self._models: list[str] = []
         self._has_key = api_key is not None
         headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx.Timeout(None, connect=5.0)
-        # Without proxies of the environment: the gateway uses none, either.
-        self.client = httpx.AsyncClient(headers=headers, timeout=timeout, limits=limits, trust_env=False)
+        self.client = open_client(httpx.Timeout(None, connect=5.0), headers)
 
     async def find_model(self, say: Callable[[str], None]) -> None:
         """Read `/v1/models`; a stack that asks for patience, as a gateway before a loading vLLM does, is waited for."""
@@ -153,18 +151,15 @@ class Stack:
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
                 answer = await self._models_answer()
         if answer.status_code in (401, 403):
-            raise self._refused(answer.status_code)
+            raise self._error(answer.status_code, "")
         entries = models_in(answer.content) or []
         self._models = [entry["id"] for entry in entries]
         if not self.model and not self._models:
-            raise Unusable(
-                f"{self.shown}/v1/models names no model (status {answer.status_code}): is this an OpenAI-compatible "
-                "API? If it is, give --model"
-            )
+            unknown = f"{self.shown}/v1/models names no model (status {answer.status_code})"
+            raise Unusable(f"{unknown}: is this an OpenAI-compatible API? If it is, give --model")
         self.model = self.model or self._models[0]
-        for entry in entries:
-            if entry["id"] == self.model and isinstance(entry.get("max_model_len"), int):
-                self.context = entry["max_model_len"]
+        lengths = (entry.get("max_model_len") for entry in entries if entry["id"] == self.model)
+        self.context = next((length for length in lengths if isinstance(length, int)), None)
 
     async def _models_answer(self) -> httpx.Response:
         try:
@@ -198,16 +193,14 @@ class Stack:
 
     async def fan_out(self, length: int) -> None:
         system = self._prefix(length)
-        asked = (self.ask(system, question) for question in QUESTIONS[:FAN_OUT])
-        self.measured.fan_out = list(await asyncio.gather(*asked))
+        self.measured.fan_out = await asyncio.gather(*(self.ask(system, each) for each in QUESTIONS[:FAN_OUT]))
 
     async def converse(self, length: int) -> None:
         system, turns = self._prefix(length), list[str]()
         for question in QUESTIONS[:TURNS]:
-            turns.append(question)
-            reply = await self.ask(system, *turns, tokens=ANSWER)
+            reply = await self.ask(system, *turns, question, tokens=ANSWER)
             self.measured.turns.append(reply)
-            turns.append(reply.text or "Yes.")
+            turns += [question, reply.text or "Yes."]
 
     async def ask(self, system: str, *turns: str, tokens: int = TIMED) -> MinedReply:
         """Stream a greedy answer of at most `tokens` tokens to a chat whose `turns` alternate from the user's on."""
@@ -225,10 +218,9 @@ class Stack:
                     usage = event.get("usage") or usage
                     for choice in event.get("choices") or ():
                         delta = choice.get("delta") or {}
-                        written = delta.get("content") or ""
-                        text += written
-                        thought = delta.get("reasoning_content") or delta.get("reasoning")
-                        if written or thought or choice.get("finish_reason"):
+                        text += delta.get("content") or ""
+                        written = (delta.get(name) for name in ("content", "reasoning_content", "reasoning"))
+                        if any(written) or choice.get("finish_reason"):
                             last_token = time.perf_counter() - sent
                             first_token = last_token if first_token is None else first_token
                 header = response.headers.get("x-seamark-cached", "")
@@ -237,10 +229,8 @@ class Stack:
         if first_token is None:
             raise Unusable(f"{self.shown} streams no token")
         if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
-            raise Unusable(
-                f"{self.shown} streams no usage, though stream_options.include_usage asks for it: without "
-                "prompt_tokens, prompts cannot be measured"
-            )
+            why = "though stream_options.include_usage asks for it: without prompt_tokens, prompts cannot be measured"
+            raise Unusable(f"{self.shown} streams no usage, {why}")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if cached is None and header.isdigit():
             cached = int(header)
@@ -265,21 +255,18 @@ class Stack:
         except (ValueError, KeyError, TypeError):
             return None
         told = [each for each in counted if each is not None]
-        return sum(told, Accepted()) if told and len(told) == len(counted) else None
+        return Accepted(*map(sum, zip(*told, strict=True))) if told and len(told) == len(counted) else None
 
     def _unreachable(self, error: Exception) -> Unusable:
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.InvalidURL | httpx.UnsupportedProtocol):
             return Unusable(f"no server answers at {self.shown} ({error or type(error).__name__})")
         return Unusable(f"{self.shown} broke off: {error or type(error).__name__}")
 
-    def _refused(self, status: int) -> Unusable:
-        if self._has_key:
-            return Unusable(f"{self.shown} refuses the key (status {status})")
-        return Unusable(f"{self.shown} wants a key (status {status}): --api-key-file FILE, or OPENAI_API_KEY")
-
     def _error(self, status: int, body: str) -> Unusable:
+        if status in (401, 403) and self._has_key:
+            return Unusable(f"{self.shown} refuses the key (status {status})")
         if status in (401, 403):
-            return self._refused(status)
+            return Unusable(f"{self.shown} wants a key (status {status}): --api-key-file FILE, or OPENAI_API_KEY")
         if status == 404 and self._models and self.model not in self._models:
             served = ", ".join(self._models)
             hint = did_you_mean(self.model, self._models)
@@ -355,10 +342,7 @@ def plan_for(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int) -> Min
 
 
 async def ask_all(stacks: Sequence[Stack], plan: MinePlan) -> None:
-    """All pairs once, the fan-out, the conversation, then the pairs again: an early end leaves some of each.
-
-    Each stack goes first every other time.
-    """
+    """All pairs once, the rest, then the pairs again, for an early end; each stack goes first every other time."""
     for number in range(plan.pairs):
         order = stacks[::-1] if number % 2 else stacks
         for length in plan.lengths:
@@ -384,11 +368,12 @@ def table(stacks: Sequence[Stack]) -> str:
     for length in _common(stacks):
         for name, one in ((name, stack.measured) for name, stack in named.items()):
             cold, warm = (f"{one.first_token(length, which):.3f} s" for which in (0, 1))
-            line = f"{name:<6}{one.shared(length):>14,}{_percent(one.hit(length)):>17}{cold:>18}{warm:>10}"
+            hit = "not reported" if (part := one.hit(length)) is None else f"{part:.0%}"
+            line = f"{name:<6}{one.shared(length):>14,}{hit:>17}{cold:>18}{warm:>10}"
             lines.append(f"{line}{_speed(one.speed(length, 0)):>15}{_speed(one.speed(length, 1)):>8}")
         if len(stacks) > 1:
             line = f"{'this / other':<37}{_ratio(stacks, length, 0):>16.2f} x{_ratio(stacks, length, 1):>8.2f} x"
-            speeds = [_speed_ratio(stacks, length, which) for which in (0, 1)]
+            speeds = [_ratio(stacks, length, which, "tokens_per_second") for which in (0, 1)]
             told = ["-" if ratio is None else f"{ratio:.2f} x" for ratio in speeds]
             lines.append(f"{line}{told[0]:>15}{told[1]:>8}")
     for name, one in ((name, stack.measured) for name, stack in named.items()):
@@ -410,10 +395,6 @@ def _common(stacks: Sequence[Stack]) -> list[int]:
     return sorted(set.intersection(*(set(stack.measured.pairs) for stack in stacks)))
 
 
-def _percent(part: float | None) -> str:
-    return "not reported" if part is None else f"{part:.0%}"
-
-
 def _speed(tokens_per_second: float | None) -> str:
     return "-" if tokens_per_second is None else f"{tokens_per_second:,.1f}"
 
@@ -433,21 +414,11 @@ def _hits(one: Measured, replies: Sequence[MinedReply]) -> str:
     return f"; from the cache {found} of {' '.join(f'{reply.prompt_tokens:,}' for reply in replies)} tokens"
 
 
-def _rounds(stacks: Sequence[Stack], length: int, which: int) -> Iterator[tuple[MinedReply, MinedReply]]:
-    """Answers of both stacks in the same rounds: they shared what the machine did then."""
-    ours, theirs = (stack.measured.pairs[length] for stack in stacks)
-    return ((mine[which], other[which]) for mine, other in zip(ours, theirs, strict=False))
-
-
-def _ratio(stacks: Sequence[Stack], length: int, which: int) -> float:
-    """This over the other in seconds to the first token, the median over rounds."""
-    return statistics.median(mine.first_token / other.first_token for mine, other in _rounds(stacks, length, which))
-
-
-def _speed_ratio(stacks: Sequence[Stack], length: int, which: int) -> float | None:
-    """This over the other in tokens per second, the median over rounds; None if no round has both."""
-    speeds = ((mine.tokens_per_second, other.tokens_per_second) for mine, other in _rounds(stacks, length, which))
-    return _median(mine / other if mine and other else None for mine, other in speeds)
+def _ratio(stacks: Sequence[Stack], length: int, which: int, figure: str = "first_token") -> Any:
+    """This over the other, the median over rounds, which share what the machine did; None if none has both figures."""
+    rounds = zip(*(stack.measured.pairs[length] for stack in stacks), strict=False)
+    figures = [[getattr(pair[which], figure) for pair in each] for each in rounds]
+    return _median(mine / other if mine and other else None for mine, other in figures)
 
 
 def verdict(stacks: Sequence[Stack]) -> str:
@@ -456,7 +427,7 @@ def verdict(stacks: Sequence[Stack]) -> str:
     if len(stacks) > 1:
         parts = [stack.measured.hit_overall for stack in stacks]
         found = ["an unreported part" if part is None else f"{part:.0%}" for part in parts]
-        speed = _speed_ratio(stacks, length, 1)
+        speed = _ratio(stacks, length, 1, "tokens_per_second")
         beside = "" if speed is None else f" Its tokens then come {speed:.2f} times as fast."
         return (
             f"A second request with the same system prompt finds {found[0]} of it in this stack's cache and {found[1]} "
@@ -464,10 +435,8 @@ def verdict(stacks: Sequence[Stack]) -> str:
             f"{one.shared(length):,} tokens, the first request's {_ratio(stacks, length, 0):.2f} times.{beside}"
         )
     cold, warm, part = one.first_token(length, 0), one.first_token(length, 1), one.hit_overall
-    times = (
-        f"its first token comes after {warm:.3f} s where the first request's took {cold:.3f} s "
-        f"({one.shared(length):,} tokens)"
-    )
+    times = f"its first token comes after {warm:.3f} s where the first request's took {cold:.3f} s"
+    times += f" ({one.shared(length):,} tokens)"
     if part is None:
         shows = warm <= SOONER * cold and cold - warm >= REACH
         seems = "but time shows that a second request does hit" if shows else "and time shows none"
@@ -475,10 +444,8 @@ def verdict(stacks: Sequence[Stack]) -> str:
     is_partial = PARTLY <= part < HITS
     hits = "hits" if part >= HITS else "hits in part" if is_partial else "does not hit"
     average = ", on average over the lengths" if is_partial else ""
-    return (
-        f"A second request with the same system prompt {hits}: {part:.0%} of it comes from the cache{average}, and "
-        f"{times}."
-    )
+    told = f"{hits}: {part:.0%} of it comes from the cache{average}"
+    return f"A second request with the same system prompt {told}, and {times}."
 
 
 def report(stacks: Sequence[Stack]) -> dict[str, Any]:

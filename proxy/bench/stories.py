@@ -19,15 +19,12 @@ from proxy.bench.harness.servers import Server
 from proxy.boundaries.divergence import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
-
 SYSTEM_PROMPT = "one system prompt, six questions"  # a title
-
 SIZES = (130, 163, 469, 1864, 6000)  # shared tokens
 LONG = 1000  # shared tokens from which a cold start takes long enough to be steady
 FAN_OUT, TURNS = 4, 4
 SHORT = 2  # tokens of an answer that is only timed
 JUDGED = (0, 1)  # requests of a series whose answers are compared: a cold one and a warm one
-
 NO_DEFECT = "none"
 
 
@@ -198,18 +195,13 @@ async def fan_out(stage: StoryStage, size: int, parallel: int) -> Story:
         judge(line, [*answers, *next_answers], right)
         lines.append(line)
     oracle, ours, together = floored(size), lines[0], parallel == FAN_OUT
-    return Story(
-        f"cold fan-out: four sections, {parallel} in parallel, and the next wave",
-        size,
-        oracle,
-        lines,
-        held=ours.exact
-        and (bool(ours.all_in_flight) or not together)
-        and {ours.hit_second, *ours.hit_after} == {oracle}
-        and {*ours.hit_first_wave} <= ({0, oracle} if together else {oracle}),
-        expectation=f"the next wave hits {oracle}; in the first, {choices[0]}"
-        + (", all four in flight before the first token" if together else ""),
-    )
+    hits_next = {ours.hit_second, *ours.hit_after} == {oracle}
+    hits_first = {*ours.hit_first_wave} <= ({0, oracle} if together else {oracle})
+    held = ours.exact and (bool(ours.all_in_flight) or not together) and hits_next and hits_first
+    title = f"cold fan-out: four sections, {parallel} in parallel, and the next wave"
+    expectation = f"the next wave hits {oracle}; in the first, {choices[0]}"
+    expectation += ", all four in flight before the first token" if together else ""
+    return Story(title, size, oracle, lines, held, expectation)
 
 
 def _chosen(before: Mapping[str, float], after: Mapping[str, float], shared: int) -> str:
@@ -242,15 +234,11 @@ async def conversation(stage: StoryStage) -> Story:
     lines = await _one_after_the_other(stage, chats, range(TURNS))
     oracles, ours = [floored(tokens) for tokens in shared], lines[0]
     hits = zip([ours.hit_second or 0, *ours.hit_after], oracles, strict=True)
-    return Story(
-        f"a conversation of four turns (shared {', '.join(map(str, shared))})",
-        shared[0],
-        oracles[0],
-        lines,
-        # A turn ends before the generation prompt, which some templates repeat in history and some do not.
-        held=ours.exact and all(hit >= oracle - UNIT for hit, oracle in hits),
-        expectation=f"each turn hits the one before, {', '.join(map(str, oracles))} at best, up to {UNIT} tokens less",
-    )
+    # A turn ends before the generation prompt, which some templates repeat in history and some do not.
+    held = ours.exact and all(hit >= oracle - UNIT for hit, oracle in hits)
+    title = f"a conversation of four turns (shared {', '.join(map(str, shared))})"
+    expectation = f"each turn hits the one before, {', '.join(map(str, oracles))} at best, up to {UNIT} tokens less"
+    return Story(title, shared[0], oracles[0], lines, held, expectation)
 
 
 async def same_request_twice(stage: StoryStage) -> Story:

@@ -34,9 +34,7 @@ from proxy.printable import printable
 from proxy.settings import Settings
 
 RENDER_SECONDS, START_SECONDS = 60.0, 120.0
-
 MEMORY_BYTES = 100_000
-
 DEFAULTS = Settings.model_validate({})  # of a gateway
 
 
@@ -52,8 +50,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("file", metavar="FILE", help="a chat request as JSON, - for standard input")
     args = parser.parse_args(argv)
     try:
-        body = _read(args.file)
-        print(json.dumps(asyncio.run(_find(args, body))))
+        print(json.dumps(asyncio.run(_find(args, _read(args.file)))))
     except NoBoundary as error:
         why, status = error.args
         print(f"seamark boundary: {printable(why)}", file=sys.stderr)

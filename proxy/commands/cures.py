@@ -11,34 +11,29 @@ from proxy.commands.outlook import TOOL_PARSERS
 from proxy.commands.ways import FoundWay, Way
 
 TOOL_FLAG = "--enable-auto-tool-choice"  # so named in vLLM's refusal
-
 EVENTS_FLAG = "--middleware engine_patches.reporting.events_api.EventsEndpoint"
 
 # What `seamark worker` sets and a recipe of spark-vllm-docker, which starts vLLM itself, has to say.
 NEEDED = ("--enable-prefix-caching", "--enable-prompt-tokens-details", "--enable-scale-out", EVENTS_FLAG)
 
 _SOURCE = "/path/to/seamark"
-
 _BUILD = f"docker build -f {_SOURCE}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE=IMAGE -t"
-
 _PUSH = f"{_BUILD} REGISTRY/seamark-worker:1 {_SOURCE}\ndocker push REGISTRY/seamark-worker:1\n"
-
 _MAKE_MOD = f"{_SOURCE}/deploy/spark-vllm-docker/make-mod.sh ~/spark-vllm-docker"
 
 
 class WayCures(NamedTuple):
     """Lines for one way of running vLLM: $start is the model with host and port, $name what the way calls its vLLM."""
 
-    name: str  # where it is not known
     install: str  # the plugin, and vLLM started with it
     update: str  # a plugin of the release $wanted or later
     flag: str  # where a flag of vLLM is written
     drafts: str  # hints beside speculative decoding, without a trial
+    name: str = ""  # where it is not known
 
 
 _CURES = {
     Way.PIP: WayCures(
-        name="",
         install=f"pip install --no-deps {_SOURCE}   # into the environment that runs vLLM; then start it with\n"
         "seamark worker $start ...   # the flags it has now in place of the dots",
         update=f"pip install --no-deps {_SOURCE}   # $wanted or later; then restart vLLM",
@@ -79,7 +74,6 @@ _CURES = {
         "docker compose up -d $name",
     ),
     Way.SPARK: WayCures(
-        name="",
         install=f"{_MAKE_MOD}\n"
         "mods: [mods/seamark]          # in your recipe, and behind `vllm serve` in its `command:`\n"
         f"{' '.join(NEEDED)}",
@@ -88,7 +82,6 @@ _CURES = {
         drafts="SEAMARK_DRAFTS=1 vllm serve ...      # in the recipe's `command:`, the rest as it is",
     ),
     Way.KUBERNETES: WayCures(
-        name="",
         install=f"{_PUSH}"
         "# IMAGE: the one it runs now. In the container of its pod, without `command:`, then kubectl apply:\n"
         "image: REGISTRY/seamark-worker:1\n"

@@ -9,6 +9,7 @@ import asyncio
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -44,11 +45,8 @@ from proxy.settings import Settings
 from proxy.version import version
 
 DEFAULTS = Settings.model_validate({})  # of a gateway
-
 CONNECT_SECONDS, ANSWER_SECONDS, COMPLETION_SECONDS = 2.0, 10.0, 120.0
-
 NO_ANSWER = (Unreachable, Broken)
-
 STATUS = "/seamark/status"
 
 EXIT_STATUSES = (
@@ -58,8 +56,6 @@ EXIT_STATUSES = (
 
 
 class Diagnosis(NamedTuple):
-    """One line of the diagnosis."""
-
     fine: bool
     text: str
     cure: str | None = None
@@ -76,29 +72,23 @@ def main(argv: list[str]) -> int:
         prog="seamark doctor", description="whether requests to a vLLM worker will hit", epilog=EXIT_STATUSES
     )
     parser.add_argument("--worker", metavar="URL", help="http:// and a /v1 at its end may be left out")
-    parser.add_argument(
-        "--recipe",
-        metavar="RECIPE",
-        help="instead of a worker: what a recipe will do, as `seamark setup RECIPE` takes it; nothing is written",
-    )
+    recipe = "instead of a worker: what a recipe will do, as `seamark setup RECIPE` takes it; nothing is written"
+    parser.add_argument("--recipe", metavar="RECIPE", help=recipe)
     parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the worker's API key")
     parser.add_argument("--gateway", metavar="URL", help="a gateway before the worker: prints what it has seen lost")
     parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="holds an admin's key of that gateway")
-    parser.add_argument(
-        "--runs-as",
-        type=Way,
-        choices=list(Way),
-        metavar="|".join(Way),
-        help="how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip",
-    )
+    way = "how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip"
+    parser.add_argument("--runs-as", type=Way, choices=list(Way), metavar="|".join(Way), help=way)
     args = parser.parse_args(argv)
     if bool(args.worker) == bool(args.recipe):
         parser.error("give --worker URL, or --recipe RECIPE before anything runs")
     try:
         if args.recipe:
             return _of_recipe(args.recipe)
-        worker_key = _key("worker_api_key_file", args.worker_api_key_file)
-        gateway_key = _key("gateway_key_file", args.gateway_key_file)
+        worker_key, gateway_key = (
+            read_secret(setting, path) if (path := getattr(args, setting)) else None
+            for setting in ("worker_api_key_file", "gateway_key_file")
+        )
     except SettingsError as error:
         parser.error(str(error))
     url = address(args.worker)
@@ -115,10 +105,10 @@ def main(argv: list[str]) -> int:
         print(f"{'ok   ' if diagnosis.fine else 'WRONG'} {printable(diagnosis.text)}")
         if diagnosis.cure and not diagnosis.last:
             print(printable_lines(diagnosis.cure))
+    if any(diagnosis.cure for diagnosis in diagnoses):
+        lost.append(words)
     for line in lost:
         print(printable(line))
-    if any(diagnosis.cure for diagnosis in diagnoses):
-        print(printable(words))
     for diagnosis in diagnoses:
         if diagnosis.last:
             print(f"\nthe cure:\n{printable_lines(diagnosis.cure)}")
@@ -155,10 +145,6 @@ def _way(url: str, chosen: Way | None) -> tuple[FoundWay, str]:
         name = f" ({seen.name})" if seen.name else ""
         return seen, f"(cures for {seen.way}{name}, as it looks from here; else --runs-as {'|'.join(Way)})"
     return FoundWay(Way.PIP), f"(cures for {Way.PIP}; else --runs-as {'|'.join(way for way in Way if way != Way.PIP)})"
-
-
-def _key(setting: str, path: Path | None) -> str | None:
-    return read_secret(setting, path) if path else None
 
 
 @asynccontextmanager
@@ -227,9 +213,8 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
     if not (models := models_in(answer)):
         raise NotAnswering(f"{shown} is not vLLM: {MODELS} lists no models (status {status})")
     model, parts = models[0]["id"], urlsplit(shown)
-    cures = Cures(
-        found, printable(models[0].get("root") or model), parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK
-    )
+    root, is_local = printable(models[0].get("root") or model), parts.hostname in LOOPBACK
+    cures = Cures(found, root, parts.port or DEFAULT_PORT, is_local)
     levels = read_metrics((await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, ANSWER_SECONDS):
         yield Diagnosis(False, f"{shown} is {why}", verdict=f"cannot hit: {shown} is {why}")
@@ -240,13 +225,9 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
     vllm, frontend, is_read = await worker.version(), await worker.frontend(), metrics.engine or not reports.why_not
     yield Diagnosis(True, f"serves {model}")
     yield Diagnosis(bool(vllm), f"vLLM {vllm}" if vllm else "/version gives no vLLM version")
-    for diagnosis in (
-        *_frontend(frontend),
-        *(_engine(metrics, cures) if is_read else ()),
-        *_caching(metrics, cures),
-        *_drafts(metrics, cures),
-        *_connector(metrics, cures),
-    ):
+    engine = _engine(metrics, cures) if is_read else ()
+    drafts, connector = _drafts(metrics, cures), _connector(metrics, cures)
+    for diagnosis in chain(_frontend(frontend), engine, _caching(metrics, cures), drafts, connector):
         yield diagnosis
     if metrics.engine or reports.why_not:
         yield await _events(worker, reports, cures)
@@ -272,9 +253,8 @@ def _check_key(status: int, shown: str, has_key: bool, flag: str, whose: str) ->
     if status in (401, 403) and has_key:
         raise NotAnswering(f"{shown} refuses the key in {flag} (status {status}): it is not {whose}")
     if status in (401, 403):
-        raise NotAnswering(
-            f"{shown} wants an API key (status {status}), and none was given: {flag}, with {whose} in it"
-        )
+        missing = f"{shown} wants an API key (status {status}), and none was given"
+        raise NotAnswering(f"{missing}: {flag}, with {whose} in it")
 
 
 def _engine(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
@@ -328,7 +308,6 @@ DRAFTS = {
 
 
 def _drafts(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
-    """Speculative decoding, and whether hints are used beside it."""
     fine, text, cure = True, ": the plugin tries hints beside it at each start", None
     if (info := metrics.engine) is not None:
         if info.drafts in DRAFTS:
@@ -352,7 +331,6 @@ LANES = {
 
 
 def _connector(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
-    """KV connectors, and how states are kept beside them."""
     name = f"KV connector {metrics.connector}"
     if metrics.connector and metrics.lane == "no_hints":
         cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
@@ -393,10 +371,8 @@ async def _details(worker: Probe, model: str, cures: Cures) -> Diagnosis:
     except (*NO_ANSWER, ValueError, KeyError, TypeError, AttributeError):
         text = f"does not answer a completion of one token ({status})"
         return Diagnosis(False, text, verdict=f"cannot hit: it {text}")
-    if reported:
-        return Diagnosis(True, "cached tokens are reported")
     cure = cures.flag("--enable-prompt-tokens-details", "without it, hits are never reported")
-    return Diagnosis(False, "cached tokens are not reported", cure)
+    return Diagnosis(reported, f"cached tokens are {'' if reported else 'not '}reported", None if reported else cure)
 
 
 async def _render(worker: Probe, model: str, cures: Cures) -> Diagnosis:
@@ -462,10 +438,8 @@ def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:
         lines.append(f"    {left:,} of these tokens have no seconds yet: too few streams to learn from")
     if unreported := shadow["cached_not_told"]:
         lines.append(f"    {unreported:,} answers did not say what was cached: the worker's own total of hits was used")
-    for result, count in sorted(results.items()):
-        if result != "judged":
-            lines.append(f"    {count:,} not judged: {result}{HINTS.get(result, '')}")
-    return lines
+    others = sorted((result, count) for result, count in results.items() if result != "judged")
+    return lines + [f"    {count:,} not judged: {result}{HINTS.get(result, '')}" for result, count in others]
 
 
 HINTS = {

@@ -28,7 +28,6 @@ NOT_SERVED = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCa
 DROPPED: Mapping[str, str] = {"--mamba-cache-mode": "vLLM keeps states where hits can be resumed by itself"}
 
 CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
-
 DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
 
 # Names and flags of a fork of vLLM.
@@ -69,8 +68,6 @@ TOOL_PARSERS = {
 
 
 class Outlook(NamedTuple):
-    """What a recipe will do with Seamark."""
-
     hits: bool | None  # None: not to be told from here
     verdict: str  # one sentence
     change: str = ""  # the one that hits wait for; empty: none
@@ -93,12 +90,9 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
         why, change = obstacle
         return Outlook(False, f"no hits yet: {why}", change, notes)
     if family is None:
-        return Outlook(
-            None,
-            f"not to be told by the name {recipe.model}: an attention-only model hits by itself; of a hybrid "
-            "`seamark worker MODEL --explain gpu` says it where vLLM is installed",
-            notes=notes,
-        )
+        says = "of a hybrid `seamark worker MODEL --explain gpu` says it where vLLM is installed"
+        verdict = f"not to be told by the name {recipe.model}: an attention-only model hits by itself; {says}"
+        return Outlook(None, verdict, notes=notes)
     unit = recipe.value("--prefix-match-unit") or str(family.unit)
     written = "inside the pass" if family.inside else "cut: a pass for each"
     verdict = f"will hit from request 2 on: {family.states}, states {written}, on multiples of {unit} tokens"
@@ -107,9 +101,8 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
         verdict += f"; beside its drafts ({_method(drafts)}{f', {tokens} tokens' if tokens else ''})"
         if recipe.environment.get("SEAMARK_DRAFTS") != "1":
             verdict += " once they have stood a trial, at each start"
-    verdict += (
-        f"; by the model's name and {_vllm(recipe, version) or f'if vLLM is {SUPPORTED}, which does not show here'}"
-    )
+    by = _vllm(recipe, version) or f"if vLLM is {SUPPORTED}, which does not show here"
+    verdict += f"; by the model's name and {by}"
     if recipe.has_rust_frontend:
         notes.append("its HTTP server is the one in Rust: no middleware, reports are read at a port of their own")
     return Outlook(True, verdict, notes=notes)
@@ -138,7 +131,10 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
     for name in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
         if drafts.get(name):
             yield "the number of its drafts is not fixed", f"leave {name} of {DRAFTS[0]} away"
-    if _number(recipe, "--pipeline-parallel-size", "-pp") > 1:
+    stages = recipe.value("--pipeline-parallel-size", "-pp") or "1"
+    if not re.fullmatch(r"\d{1,9}", stages, re.ASCII):
+        raise SettingsError(f"{recipe.source}: --pipeline-parallel-size {stages[:64]} is not a number")
+    if int(stages) > 1:
         yield "drafts with pipeline parallelism", "take tensor parallelism, or no drafts"
     if connector:
         yield "drafts with a KV connector", f"leave {DRAFTS[0]} or {CONNECTOR[0]} away"
@@ -154,13 +150,6 @@ def _method(drafts: Mapping[str, object]) -> str:
     """vLLM has a name for the MTP of each family, and one for all."""
     method = str(drafts.get("method", ""))
     return "mtp" if method.endswith("_mtp") else method
-
-
-def _number(recipe: Recipe, *flags: str) -> int:
-    value = recipe.value(*flags) or "1"
-    if not re.fullmatch(r"\d{1,9}", value, re.ASCII):
-        raise SettingsError(f"{recipe.source}: {flags[0]} {value[:64]} is not a number")
-    return int(value)
 
 
 def tag_version(image: str) -> str:

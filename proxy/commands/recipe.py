@@ -39,7 +39,6 @@ EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told oth
 _SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
 
 _DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
-
 LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
 
 # Of `docker run`, those without a value; letters can stand together. All others take the next word.
@@ -50,7 +49,6 @@ _SWITCHES = (
 _LETTERS = "ditPq"
 
 _SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
-
 _ASSIGNED = re.compile(r"(?:^|\s|;)([A-Z_][A-Z0-9_]*)=")
 
 
@@ -68,8 +66,6 @@ class RecipeKind(StrEnum):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What vLLM is run by and with."""
-
     kind: RecipeKind
     source: str  # a path, a line, a container's name
     name: str  # of the recipe, the service or the container
@@ -110,8 +106,8 @@ class Recipe:
     @cached_property
     def flags(self) -> dict[str, str]:
         """What vLLM is given by the name of a flag, in one spelling; of a flag that is given twice the last."""
-        config = self.document.items() if self.kind is RecipeKind.CONFIG else ()
-        found = {flag_name(f"--{name}"): _as_text(value) for name, value in config}
+        config = self.document if self.kind is RecipeKind.CONFIG else {}
+        found = {flag_name(f"--{name}"): _as_text(value) for name, value in config.items()}
         for argument, following in zip(self.arguments, [*self.arguments[1:], ""], strict=False):
             found.pop(flag_name(argument), None)  # so that the last one is behind all others
             found[flag_name(argument)] = argument.partition("=")[2] if "=" in argument else following
@@ -151,10 +147,7 @@ def _as_text(value: Any) -> str:
 
 
 def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
-    """A file, a line, or else the name of a container; `inspect`: what Docker says of one.
-
-    Raises `SettingsError` with what is missing in it.
-    """
+    """A file, a line, or a container that Docker (`inspect`) knows. Raises `SettingsError` with what is missing."""
     if _SERVE.search(f" {given} ") or _DOCKER_RUN.search(given):
         return _of_text(given, "the command", "")
     path = Path(os.path.expanduser(given))
@@ -172,10 +165,8 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
         return _of_spark(document, path)
     if field_of(document, "model", str, given):
         return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
-    raise SettingsError(
-        f"{given} has no `command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's "
-        "own configuration)"
-    )
+    kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
+    raise SettingsError(f"{given} has no {kinds} configuration)")
 
 
 def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
@@ -185,34 +176,25 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     source = str(path)
     command = fill_template(document["command"], field_of(document, "defaults", dict, source), source)
     field_of(document, "mods", list, source)
-    return Recipe(
-        RecipeKind.SPARK,
-        source,
-        path.stem,
-        [word.value for word in serve_line(command, source).words],
-        {**_variables(command), **_environment(field_of(document, "env", dict, source))},
-        document["container"],
-        tuple(map(str, field_of(document, "build_args", list, source))),
-        document=document,
-    )
+    arguments = [word.value for word in serve_line(command, source).words]
+    environment = {**_variables(command), **_environment(field_of(document, "env", dict, source))}
+    builds = tuple(map(str, field_of(document, "build_args", list, source)))
+    image = document["container"]
+    return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
 
 
 def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
     source = str(path)
     services = {str(name): each for name, each in field_of(document, "services", dict, source).items()}
     known = {**_env_file(path.parent / ".env"), **os.environ}
-    found = {
-        name: service
-        for name, service in services.items()
-        if isinstance(service, dict) and (name == wanted if wanted else _runs_vllm(service))
-    }
+    mappings = {name: service for name, service in services.items() if isinstance(service, dict)}
+    found = [name for name in mappings if (name == wanted if wanted else _runs_vllm(mappings[name]))]
     if len(found) != 1:
         several = f"{len(found)} services with vLLM ({', '.join(found)})" if found else "no service that runs vLLM"
         raise SettingsError(f"{source}: {several}; setup takes one")
-    ((name, service),) = found.items()
+    name, service = found[0], mappings[found[0]]
     where = f"{source}: {name}"
-    words = [*as_list(service.get("entrypoint")), *as_list(service.get("command"))]
-    arguments = fill_variables(inner_arguments(words, source), known, source)
+    arguments = fill_variables(inner_arguments(_words_of_service(service), source), known, source)
     kind = list if isinstance(service.get("environment"), list) else dict
     variables = _environment(field_of(service, "environment", kind, where))
     environment = dict(zip(variables, fill_variables(variables.values(), known, source), strict=True))
@@ -233,24 +215,24 @@ def _with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str]
     return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
 
 
+def _words_of_service(service: Mapping[str, Any]) -> list[str]:
+    return [*as_list(service.get("entrypoint")), *as_list(service.get("command"))]
+
+
 def _runs_vllm(service: Mapping[str, Any]) -> bool:
-    words = " ".join([*as_list(service.get("entrypoint")), *as_list(service.get("command"))])
-    image = str(service.get("image", ""))
-    return bool(_SERVE.search(f" {words} ")) or ("vllm" in image.lower() and bool(service.get("command")))
+    is_vllm = "vllm" in str(service.get("image", "")).lower()
+    return serves(" ".join(_words_of_service(service))) or (is_vllm and bool(service.get("command")))
 
 
 def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
     """Address and port of this machine that lead to vLLM's `own`, in either of compose's spellings."""
     if isinstance(port, dict):
-        published = port_in(port.get("published"))
-        if str(port.get("target")) != str(own) or published is None:
-            return None
-        return str(port.get("host_ip", EVERYWHERE)), published
-    *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
-    published = port_in(before[-1]) if before else None
-    if inside != str(own) or published is None:
-        return None
-    return (before[0].strip("[]") if len(before) > 1 else EVERYWHERE), published
+        address, published, inside = port.get("host_ip", EVERYWHERE), port.get("published"), port.get("target")
+    else:
+        *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
+        address, published = before[0].strip("[]") if len(before) > 1 else EVERYWHERE, before[-1] if before else None
+    number = port_in(published)
+    return (str(address), number) if str(inside) == str(own) and number is not None else None
 
 
 def port_in(text: object) -> int | None:
@@ -282,8 +264,7 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
     recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
     if host.get("NetworkMode") == "host":
         return recipe
-    own = recipe.value("--port") or str(DEFAULT_PORT)
-    bound = ports.get(f"{own}/tcp") or [{}]
+    bound = ports.get(f"{recipe.value('--port') or DEFAULT_PORT}/tcp") or [{}]
     where = bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT
     return replace(recipe, listens=where)
 
@@ -293,16 +274,15 @@ def _of_text(text: str, source: str, name: str) -> Recipe:
         run = docker_run(text, source)
         known = {**os.environ, **_variables(text[: run.start])}
         image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
-        environment = _environment(list(options_of(values, ("-e", "--env"))))
-        arguments = fill_variables([word.value for word in run.arguments], known, source)
-        arguments = inner_arguments(arguments, source)
+        environment = _environment(options_of(values, ("-e", "--env")))
+        arguments = inner_arguments(fill_variables([word.value for word in run.arguments], known, source), source)
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
         shares_network = "host" in options_of(values, ("--network", "--net"))
         return _with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
     line = serve_line(text, source)
-    launched = LAUNCHER in text[: line.start].rpartition("\n\n")[2]
-    kind = RecipeKind.LAUNCHER if launched else RecipeKind.COMMAND
-    variables = _variables(text[: line.start])
+    before = text[: line.start]
+    kind = RecipeKind.LAUNCHER if LAUNCHER in before.rpartition("\n\n")[2] else RecipeKind.COMMAND
+    variables = _variables(before)
     arguments = fill_variables([word.value for word in line.words], {**os.environ, **variables}, source)
     return Recipe(kind, source, name, arguments, variables, text=text)
 
@@ -313,7 +293,6 @@ def _without_comments(text: str) -> str:
 
 
 def serves(text: str) -> bool:
-    """Whether a text starts vLLM."""
     return bool(_SERVE.search(f" {text} "))
 
 
@@ -326,8 +305,6 @@ def serve_line(text: str, source: str) -> ServeLine:
 
 
 class DockerRun(NamedTuple):
-    """A `docker run` in a text, taken apart."""
-
     program: str  # docker or podman
     options: Sequence[Word]
     image: Word
@@ -342,31 +319,22 @@ def docker_run(text: str, source: str) -> DockerRun:
     if len(found) != 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
     line = words_of(text, found[0].end(), source)
-    at = 0
-    while at < len(line.words) and (option := line.words[at].value).startswith("-"):
-        at += 2 if _takes_next(option) else 1
-    if at >= len(line.words):
+    words, at = line.words, 0
+    while at < len(words) and (option := words[at].value).startswith("-"):
+        if option.startswith("--"):
+            has_next = option not in _SWITCHES.split() and "=" not in option
+        else:
+            has_next = len(option[1:].lstrip(_LETTERS)) == 1
+        at += 1 + has_next  # the next word is its value
+    if at >= len(words):
         raise SettingsError(f"{source}: `docker run` names no image")
-    return DockerRun(
-        found[0][0].split()[0], line.words[:at], line.words[at], line.words[at + 1 :], line.start, line.end
-    )
-
-
-def _takes_next(option: str) -> bool:
-    """Whether the next word is the value of this option of `docker run`."""
-    if option.startswith("--"):
-        return option not in _SWITCHES.split() and "=" not in option
-    return len(option[1:].lstrip(_LETTERS)) == 1
+    return DockerRun(found[0][0].split()[0], words[:at], words[at], words[at + 1 :], line.start, line.end)
 
 
 def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
-    """The arguments of `vllm serve` in those of a container: behind the command, in a shell's text, or all of them.
-
-    `by_image`: an entrypoint that is not among the words may start vLLM.
-    """
-    for word in words:
-        if _SERVE.search(f" {word} "):
-            return [each.value for each in serve_line(word, source).words]
+    """Those of `vllm serve` in a container's words; `by_image`: an entrypoint that is not among them may start vLLM."""
+    if script := next(filter(serves, words), ""):
+        return [word.value for word in serve_line(script, source).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:

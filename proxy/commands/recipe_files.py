@@ -26,15 +26,10 @@ from proxy.commands.recipe_text import Word
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
-
 RAN = "# ran before"  # a line of it: vLLM did, without Seamark
-
 MOD = "mods/seamark"  # as make-mod.sh calls it
-
 IMAGE = "seamark-worker"  # ends in the service's or container's name, and what tells its folder from others
-
 LABEL = "seamark.setup"  # of containers that were started from it
-
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
 
 # Not to be given to what serves in their place, which has them by itself or has no use for them.
@@ -71,29 +66,25 @@ def spark_checkout(*folders: Path) -> Path:
     raise SettingsError(f"--spark: {folders[-1]} is no checkout of spark-vllm-docker: it has no mods/ and recipes/")
 
 
-def added_flags(recipe: Recipe) -> list[str]:
-    """Flags by which hits are there and are seen, but for those that the recipe has."""
-    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
-    return [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
-
-
 def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list[Word]:
     """Without the flags that are taken away, and their values."""
     left: list[Word] = []
     skip = False
     for word in words:
-        name = flag_name(word.value)
-        if not skip and name not in taken_away:
+        is_taken = not skip and (name := flag_name(word.value)) in taken_away
+        if not skip and not is_taken:
             left.append(word)
-        skip = not skip and name in taken_away and name != NO_CACHING and "=" not in word.value  # that is a switch
+        skip = is_taken and name != NO_CACHING and "=" not in word.value  # that is a switch
     return left
 
 
 def _edited(text: str, recipe: Recipe) -> str:
     """A text with its one `vllm serve`, which gets what is needed; all before and behind it stays as it is spelt."""
     line = reading.serve_line(text, recipe.source)
-    words = [word.raw for word in without_flags(line.words)]
-    return f"{text[: line.start]} {_in_lines(words, added_flags(recipe))}{text[line.end :]}"
+    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
+    added = [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
+    words = _in_lines([word.raw for word in without_flags(line.words)], added)
+    return f"{text[: line.start]} {words}{text[line.end :]}"
 
 
 def _in_lines(words: Sequence[str], added: Sequence[str] = ()) -> str:
@@ -150,23 +141,18 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     document = recipe.document["services"][recipe.name]
     image = image_of(recipe, places)
     entrypoint, command = _in_container(recipe, as_list(document.get("entrypoint")), as_list(document.get("command")))
-    service: dict[str, Any] = {
-        "image": image,
-        "build": {
-            "context": str(places.source).replace("$", "$$"),
-            "dockerfile": "deploy/worker.Dockerfile",
-            "args": {"VLLM_IMAGE": places.image or document["image"]},
-        },
-        "command": command,
-        "labels": {LABEL: image},
+    build = {
+        "context": str(places.source).replace("$", "$$"),
+        "dockerfile": "deploy/worker.Dockerfile",
+        "args": {"VLLM_IMAGE": places.image or document["image"]},
     }
+    service: dict[str, Any] = {"image": image, "build": build, "command": command, "labels": {LABEL: image}}
     if entrypoint or document.get("entrypoint"):
         service["entrypoint"] = entrypoint or WORKER
     if document.get("network_mode") != "host" and not document.get("ports"):
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
-    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n" + _yaml(
-        {"services": {recipe.name: service}}
-    )
+    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n"
+    overlay += _yaml({"services": {recipe.name: service}})
     base = f"docker compose -f {shlex.quote(str(own))}"
     name = shlex.quote(recipe.name)
     start = script(
@@ -175,11 +161,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
         _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
     )
-    return RecipeFiles(
-        {"compose.seamark.yaml": overlay, "start.sh": start},
-        [*_off_image(image), _if_it_ran(f"{base} up -d {name}")],
-        [_asked(image)],
-    )
+    return _of_image({"compose.seamark.yaml": overlay, "start.sh": start}, image, again=f"{base} up -d {name}")
 
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -190,7 +172,7 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     options = [f"--label={LABEL}={image}", *(word.raw for word in without_flags(run.options, ("--entrypoint",)))]
     if entrypoint:  # of a shell, whose text is edited as one word
         options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
-        words = [shlex.quote(word) for word in command]
+        words = [*map(shlex.quote, command)]
     else:
         words = [*(word.raw for word in without_flags(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
     line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
@@ -199,11 +181,8 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
         f"{_build(places, run.image.raw, image, run.program)} || exit",
         text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
     )
-    return RecipeFiles(
-        {"start.sh": start},
-        _off_image(image, run.program),
-        ["end the container that runs now first: both want its name and its port", _asked(image)],
-    )
+    notes = ["end the container that runs now first: both want its name and its port"]
+    return _of_image({"start.sh": start}, image, run.program, notes=notes)
 
 
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -224,8 +203,7 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
         f"docker stop {theirs}",
         "exec docker run -d \\\n    " + " \\\n    ".join(words),
     )
-    undo = [*_off_image(image), _if_it_ran(f"docker start {theirs}")]
-    return RecipeFiles({"start.sh": start}, undo, [_asked(image)])
+    return _of_image({"start.sh": start}, image, again=f"docker start {theirs}")
 
 
 def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
@@ -288,20 +266,18 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
 
     An empty entrypoint is that one. A command that is a shell's text keeps its shell, and is given the flags itself.
     """
-    words = [*entrypoint, *command]
+    words, split = [*entrypoint, *command], len(entrypoint) or 1
     for number, word in enumerate(words):
         if number and reading.serves(word):
-            edited = [*words[:number], _edited(word, recipe), *words[number + 1 :]]
-            split = len(entrypoint) or 1
-            return edited[:split], edited[split:]
+            words[number] = _edited(word, recipe)
+            return words[:split], words[split:]
     left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
     return [], [*(word.value for word in left), *_host_of(recipe)]
 
 
 def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
     """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
-    start = reading.behind_serve([word.value for word in command], "".join(entrypoint[-1:]))
-    return command[start:]
+    return command[reading.behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
 
 
 def _host_of(recipe: Recipe) -> list[str]:
@@ -319,28 +295,25 @@ def _containers(image: str, program: str = "docker") -> str:
     return f"{program} ps -aq --filter label={LABEL}={image}"
 
 
-def _off_image(image: str, program: str = "docker") -> list[str]:
-    """The image that was built, and what was started from it."""
-    return [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+def _of_image(
+    files: Mapping[str, str], image: str, program: str = "docker", again: str = "", notes: Sequence[str] = ()
+) -> RecipeFiles:
+    """Takes back the image that was built and what was started from it; `again`: starts what ran before."""
+    undo = [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+    if again:
+        undo.append(f"if grep -qx '{RAN}' {LIST}; then {again} || true; fi")
+    check = f"docker run --rm --entrypoint sh {image} -c 'python3 -m engine_patches patches --check'"
+    return RecipeFiles(files, undo, [*notes, f"whether the plugin knows its vLLM: {check}"])
 
 
 def _if_it_runs(places: Places, runs: str) -> str:
-    """Notes that vLLM runs without Seamark, for `_if_it_ran`."""
+    """Notes that vLLM runs without Seamark, for `undo.sh`."""
     return f"if {runs}; then echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}; fi"
-
-
-def _if_it_ran(again: str) -> str:
-    return f"if grep -qx '{RAN}' {LIST}; then {again} || true; fi"
 
 
 def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
     root, base = shlex.quote(str(places.source)), places.image or base
     return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
-
-
-def _asked(image: str) -> str:
-    check = "python3 -m engine_patches patches --check"
-    return f"whether the plugin knows its vLLM: docker run --rm --entrypoint sh {image} -c {shlex.quote(check)}"
 
 
 def script(purpose: str, *lines: str, text: str = "") -> str:
@@ -364,12 +337,11 @@ def _safe_line(text: str) -> str:
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without types
     """A text of several lines stays one."""
 
+    def represent_str(self, text: str) -> yaml.Node:
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

@@ -18,26 +18,22 @@ from proxy.config_files import read_file
 from proxy.errors import SettingsError
 
 MOST_BYTES = 2**17  # of a file; one that people run has some 2,000
-
 MOST_FILLED = 2**20  # characters that what is in such a file may stand for
-
 MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what one counts beside its characters
-
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
 
 # Of Python's format, which also takes widths of any size.
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
 
 _ENDS = " \t\r\n;&|<>()"  # of a word
-
-_PLAIN = re.compile(rf"[^{re.escape(_ENDS)}'\"\\$]+")
-
-_QUOTED = re.compile(r'"((?:[^"\\]+|\\.)*+)"', re.S)
+_SPACE = re.compile(r"(?:[ \t]|\\\r?\n)*+")  # between words
+# A part of a word: plain, in single quotes, in double ones, behind a backslash, or a variable.
+_PLAIN, _VALUE = rf"([^{re.escape(_ENDS)}'\"\\$]+)", r"(\$\{[^}]*\}|\$\([^)]*\)|\$(?![{(]))"
+_PART = re.compile(rf"""{_PLAIN}|'([^']*)'|"((?:[^"\\]+|\\.)*+)"|\\(.?)|{_VALUE}""", re.S)
+_IN_DOUBLE_QUOTES = 3
 
 
 class Word(NamedTuple):
-    """One word of a shell's line."""
-
     raw: str  # as it is spelt
     value: str  # without quotes; variables as they are
 
@@ -145,13 +141,11 @@ def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: I
 def words_of(text: str, start: int, source: str) -> ServeLine:
     """The words of a shell's command from a place in a text to its end. Raises `SettingsError` for an open quote."""
     words: list[Word] = []
-    at, end = start, start
+    end = start
     while True:
-        while at < len(text) and (text[at] in " \t" or text.startswith(("\\\n", "\\\r\n"), at)):
-            at += 1 if text[at] in " \t" else text.index("\n", at) + 1 - at
+        begin = at = _SPACE.match(text, end).end()  # type: ignore[union-attr]  # it fits nothing, too
         if at >= len(text) or text[at] in "\r\n;&|<>()#":
             break
-        begin = at
         try:
             value, at = word_at(text, at)
         except ValueError:
@@ -166,26 +160,9 @@ def words_of(text: str, start: int, source: str) -> ServeLine:
 def word_at(text: str, at: int) -> tuple[str, int]:
     """The word that begins there, and where it ends. Raises `ValueError` for a quote that is not closed."""
     parts: list[str] = []
-    while at < len(text) and text[at] not in _ENDS:
-        begin = at
-        if plain := _PLAIN.match(text, at):
-            at = plain.end()
-            parts.append(plain[0])
-        elif text[at] == "'":
-            at = text.index("'", begin + 1) + 1
-            parts.append(text[begin + 1 : at - 1])
-        elif text[at] == '"':
-            if (quoted := _QUOTED.match(text, at)) is None:
-                raise ValueError
-            at = quoted.end()
-            parts.append(re.sub(r'\\([\\"$`\n])', r"\1", quoted[1]))
-        elif text[at] == "\\":
-            if text.startswith(("\\\n", "\\\r\n"), at):
-                break
-            at += 2
-            parts.append(text[begin + 1 : at])
-        else:
-            close = {"{": "}", "(": ")"}.get(text[at + 1 : at + 2])
-            at = text.index(close, at) + 1 if close else at + 1
-            parts.append(text[begin:at])
+    while at < len(text) and text[at] not in _ENDS and not text.startswith(("\\\n", "\\\r\n"), at):
+        if (found := _PART.match(text, at)) is None:
+            raise ValueError
+        part, at = found[found.lastindex or 0], found.end()
+        parts.append(re.sub(r'\\([\\"$`\n])', r"\1", part) if found.lastindex == _IN_DOUBLE_QUOTES else part)
     return "".join(parts), at

@@ -8,6 +8,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -24,40 +25,26 @@ from proxy.printable import printable
 from proxy.version import DISTRIBUTION
 
 SETTINGS = "seamark.toml"
-
 RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.log"
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="seamark setup", description="write the files to start Seamark with, and to undo that")
-    parser.add_argument(
-        "recipe",
-        metavar="RECIPE",
-        help="how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
-        "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked",
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", default="seamark-setup", help="folder for the files (default %(default)s)"
-    )
+    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
+    how += "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked"
+    parser.add_argument("recipe", metavar="RECIPE", help=how)
+    folder = "folder for the files (default %(default)s)"
+    parser.add_argument("--out", type=Path, metavar="DIR", default="seamark-setup", help=folder)
     parser.add_argument("--force", action="store_true", help="overwrite files that are there")
     parser.add_argument("--source", type=Path, metavar="DIR", help="a checkout of Seamark (default: what this is from)")
-    parser.add_argument(
-        "--spark",
-        type=Path,
-        metavar="DIR",
-        default="~/spark-vllm-docker",
-        help="spark-vllm-docker (default %(default)s)",
-    )
+    checkout = "spark-vllm-docker (default %(default)s)"
+    parser.add_argument("--spark", type=Path, metavar="DIR", default="~/spark-vllm-docker", help=checkout)
     args = parser.parse_args(argv)
     try:
         recipe = read_recipe(args.recipe, surroundings().inspect)
         version = image_version(recipe.image) if recipe.image else ""
-        places = Places(
-            args.out.expanduser().resolve(),
-            _checkout(args.source),
-            args.spark.expanduser().resolve(),
-            base_image(recipe, version),
-        )
+        out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
+        places = Places(out, _checkout(args.source), spark, base_image(recipe, version))
         seen = outlook(recipe, version)  # before anything is written: it may refuse the recipe
         made = files_of(recipe, places)
         _write(places.out, {**made.files, **gateway_files(recipe, made, places)}, args.force)
@@ -71,12 +58,14 @@ def main(argv: list[str]) -> int:
 def source_folder() -> Path | None:
     """The checkout that this Seamark runs in or was installed from, as pip notes (PEP 610); None if none is there."""
     places = [Path(__file__).resolve().parents[2]]
-    try:
+    with suppress(metadata.PackageNotFoundError, ValueError, KeyError):
         noted = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
         places.append(Path(unquote(urlsplit(noted["url"]).path)))
-    except (metadata.PackageNotFoundError, ValueError, KeyError):
-        pass
-    return next((place for place in places if (place / "deploy/compose.yaml").is_file()), None)
+    return next(filter(_is_checkout, places), None)
+
+
+def _is_checkout(folder: Path) -> bool:
+    return (folder / "deploy/compose.yaml").is_file()
 
 
 def summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Places) -> list[str]:
@@ -112,7 +101,7 @@ def _checkout(given: Path | None) -> Path:
     source = given.expanduser().resolve() if given is not None else source_folder()
     if source is None:
         raise SettingsError("--source: a recipe's files need a checkout of Seamark; give its folder")
-    if not (source / "deploy/compose.yaml").is_file():
+    if not _is_checkout(source):
         raise SettingsError(f"--source: {source} is no checkout of Seamark")
     return source
 
@@ -121,7 +110,11 @@ def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places) -> dict[str
     """What starts the gateway before what was made of a recipe, and what undoes both."""
     return {
         SETTINGS: gateway_toml(gateway_worker(recipe), gateway_host(recipe)),
-        GATEWAY: gateway_script(places.out),
+        GATEWAY: script(
+            "The gateway, in the environment that wrote this file. "
+            f"A flag behind this script's name wins over {SETTINGS}.",
+            f'exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(places.out / SETTINGS))} "$@"',
+        ),
         GATEWAY_LOG: "",
         RUN: run_script(places, [*made.files][-1]),
         UNDO: undo_script(places, made.undo),
@@ -153,14 +146,6 @@ shadow = false
 # A file with the API key that vLLM wants, if it wants one.
 #worker_api_key_file = "/path/to/key"
 """
-
-
-def gateway_script(out: Path) -> str:
-    """Starts the gateway with the settings file in `out`."""
-    return script(
-        f"The gateway, in the environment that wrote this file. A flag behind this script's name wins over {SETTINGS}.",
-        f'exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(out / SETTINGS))} "$@"',
-    )
 
 
 def run_script(places: Places, start: str) -> str:
@@ -214,10 +199,8 @@ def _write(out: Path, files: Mapping[str, str], force: bool) -> None:
         raise SettingsError("the recipe, or a folder, has a name that is no text in UTF-8; rename it") from None
     there = [name for name in (*files, LIST, MOD) if os.path.lexists(out / name)]
     if there and not force:
-        raise SettingsError(
-            f"--out: {out} has {', '.join(there)} already; nothing was written: give another folder, or --force, which "
-            "overwrites"
-        )
+        cure = "give another folder, or --force, which overwrites"
+        raise SettingsError(f"--out: {out} has {', '.join(there)} already; nothing was written: {cure}")
     kept = (out / LIST).read_bytes() if LIST in there else b""
     digests = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items()]
     contents[LIST] = kept + "".join(digests).encode()

@@ -20,11 +20,8 @@ from proxy.config_files import LOOPBACK
 from proxy.http.json_body import loads
 
 DEFAULT_PORT = 8000  # vLLM's
-
 DOCKER_SECONDS = 5.0
-
 _CONTAINER = re.compile(r"(?:docker|libpod)[-/]([0-9a-f]{64})")
-
 _UNIT = re.compile(r"/system\.slice/([^/\n]+\.service)")
 
 
@@ -56,7 +53,6 @@ class Surroundings(NamedTuple):
 
 
 def surroundings() -> Surroundings:
-    """Those of this process."""
     in_container = any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
     return Surroundings(Path("/proc"), os.environ, in_container, partial(_docker_inspect, "inspect"))
 
@@ -68,9 +64,8 @@ def find(url: str, around: Surroundings) -> FoundWay | None:
         return FoundWay(Way.KUBERNETES)
     if host in LOOPBACK:
         return _among_processes(urlsplit(url).port or DEFAULT_PORT, around)
-    if around.in_container and re.fullmatch(r"[a-z][\w-]*", host):
-        return FoundWay(Way.COMPOSE, host)  # containers call each other by the names of compose's services
-    return None
+    # Containers call each other by the names of compose's services.
+    return FoundWay(Way.COMPOSE, host) if around.in_container and re.fullmatch(r"[a-z][\w-]*", host) else None
 
 
 def _among_processes(port: int, around: Surroundings) -> FoundWay | None:
@@ -80,7 +75,9 @@ def _among_processes(port: int, around: Surroundings) -> FoundWay | None:
         with suppress(OSError):  # it has ended, or is not ours to look at
             arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
             if _is_vllm(arguments):
-                found.append((_port_of(arguments), _by_control_group((folder / "cgroup").read_text(), around)))
+                given = re.search(r"--port[= ](\d{1,5})(?!\d)", " ".join(arguments), re.ASCII)
+                way = _by_control_group((folder / "cgroup").read_text(), around)
+                found.append((int(given[1]) if given else DEFAULT_PORT, way))
     ways = {way for at, way in found if at == port} or {way for _, way in found}
     return ways.pop() if len(ways) == 1 else None
 
@@ -94,25 +91,18 @@ def _is_vllm(arguments: Sequence[str]) -> bool:
     )
 
 
-def _port_of(arguments: Sequence[str]) -> int:
-    found = re.search(r"--port[= ](\d{1,5})(?!\d)", " ".join(arguments), re.ASCII)
-    return int(found[1]) if found else DEFAULT_PORT
-
-
 def _by_control_group(groups: str, around: Surroundings) -> FoundWay | None:
     if "kubepods" in groups:
         return FoundWay(Way.KUBERNETES)
     if container := _CONTAINER.search(groups):
-        return _in_docker(container[1], around)
+        return _in_docker(around.inspect(container[1]))
     if unit := _UNIT.search(groups):
         return FoundWay(Way.SYSTEMD, unit[1])
     return None if around.in_container else FoundWay(Way.PIP)  # a container does not see its own control group
 
 
-def _in_docker(container: str, around: Surroundings) -> FoundWay:
-    told = around.inspect(container)
-    if told is None:
-        return FoundWay(Way.DOCKER)
+def _in_docker(told: Any) -> FoundWay:
+    """By what Docker says of the container, None if it says nothing."""
     try:
         name, image = str(told["Name"]).lstrip("/"), str(told["Config"]["Image"])
         service = (told["Config"].get("Labels") or {}).get("com.docker.compose.service")
@@ -125,10 +115,7 @@ def _in_docker(container: str, around: Surroundings) -> FoundWay:
 
 
 def image_version(image: str) -> str:
-    """Of the vLLM in an image, as its labels or variables tell it; empty if they do not, or it is not here.
-
-    What is in the image is not run, and nothing is fetched.
-    """
+    """Of the vLLM in an image by its labels or variables, "" without; nothing in it is run, and nothing is fetched."""
     told = _docker_inspect("image", "inspect", "--", image)
     try:
         config = (told or {})["Config"]

@@ -20,21 +20,19 @@ from proxy.chat.usage import usage_of
 from proxy.http.client import Upstream
 from proxy.http.json_body import HINT, XARGS, loads
 
-TOKENS = 16  # of a continuation
-TOP = 5  # logprobs of each token
+TOKENS, TOP = 16, 5  # of a continuation, and logprobs of each
 
 # Logits come in the model's precision: differences between bfloat16 logits are multiples of one of these.
 GRAINS = tuple(2.0**power for power in range(-2, -9, -1))
 
+GRAIN_ERROR = 2e-5  # of a difference between two float32 logprobs
+
 # No arithmetic puts two answers this far apart (logprob): four steps of bfloat16 logits beyond 32.
 BEYOND_NOISE = 1.0
-
-GRAIN_ERROR = 2e-5  # of a difference between two float32 logprobs
 
 # What still counts as noise: so many times the largest difference between two recomputed continuations, so many steps
 # of the model's logits. Differences up to `LEAST` are any arithmetic's.
 NOISES, STEPS, LEAST = 3.0, 4.0, 1e-3
-
 RECENT = 32  # prompts whose noise counts
 
 # Prompts that were recomputed three times before an answer can be called different, where no two answers of an engine
@@ -109,11 +107,6 @@ class Noise:
         """Whether it is a bound: all answers of an engine are bit-equal, or several prompts were looked at."""
         return not self.largest or len(self._seen) >= NOISY_PROMPTS
 
-    def clear(self) -> None:
-        """The engine is another one."""
-        self._seen.clear()
-        self._parted.clear()
-
     def excuses(self, cached: Sequence[Continuation], recomputed: Sequence[Continuation]) -> bool:
         """Whether these may be off by noise: not if answers from the cache part from the others on most prompts."""
         parts = _part(cached, recomputed)
@@ -123,10 +116,7 @@ class Noise:
     async def learn(
         self, prompt: Sequence[int], recomputed: Callable[[Sequence[int]], Awaitable[Continuation]]
     ) -> None:
-        """Look at more prompts, beginnings of this one, until it is known.
-
-        `recomputed` answers one of them anew.
-        """
+        """Have beginnings of this prompt `recomputed`, three times each, until the noise is known."""
         for part in range(2, NOISY_PROMPTS + 2):
             if self.is_known:
                 return
@@ -150,15 +140,8 @@ def _part(cached: Sequence[Continuation], recomputed: Sequence[Continuation]) ->
 
 def completion_request(model: Any, prompt: Sequence[int], salt: str | None, hint: Sequence[int] = ()) -> bytes:
     """The request whose answer is a continuation of `prompt`; `hint` holds positions in it, tokens."""
-    body: dict[str, Any] = {
-        "model": model,
-        "prompt": prompt,
-        "temperature": 0,
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "logprobs": TOP,
-        "return_tokens_as_token_ids": True,
-    }
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": TOKENS}
+    body |= {"ignore_eos": True, "logprobs": TOP, "return_tokens_as_token_ids": True}
     if salt is not None:
         body["cache_salt"] = salt
     if hint:

@@ -11,9 +11,8 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from proxy.fleet.part import Part
@@ -24,8 +23,6 @@ logger = logging.getLogger("seamark.discovery")
 
 # Seconds that a round waits for a resolver. A question that takes longer is not asked a second time meanwhile.
 ANSWER_SECONDS = 5.0
-
-Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 async def addresses_of(host: str, port: int) -> Sequence[str]:
@@ -47,6 +44,10 @@ class _Service:
     def count(self) -> int:
         return len(self.workers)
 
+    @property
+    def name(self) -> str:
+        return self.url.split("://", 1)[-1]
+
 
 class Discovery(Part):
     """Looks names up at a set pace. Use inside a running event loop."""
@@ -60,22 +61,17 @@ class Discovery(Part):
         keep: float,
         metrics: Metrics,
         changed: Callable[[tuple[str, ...]], None],
-        resolve: Resolve | None = None,
     ) -> None:
         """`names`: base URLs whose hosts are looked up; `interval` and `keep` in seconds.
 
-        `changed` is called with the base URLs of all workers found, whenever these change. `resolve` takes the place of
-        `addresses_of`.
+        `changed` is called with the base URLs of all workers found, whenever these change.
         """
         self._services = [_Service(name) for name in names]
-        self._interval = interval
-        self._keep = keep
-        self._metrics = metrics
-        self._changed = changed
-        self._resolve = resolve or addresses_of
+        self._interval, self._keep = interval, keep
+        self._metrics, self._changed = metrics, changed
         self._found: tuple[str, ...] = ()
         for service in self._services:
-            metrics.discovered.labels(_host(service)).set_function(service.count)
+            metrics.discovered.labels(service.name).set_function(service.count)
 
     async def run(self) -> None:
         while True:
@@ -92,9 +88,9 @@ class Discovery(Part):
 
     async def _look_up(self, service: _Service) -> None:
         parts = urlsplit(service.url)
-        host, port = parts.hostname or "", parts.port or 80
+        port = parts.port or 80
         if service.asking is None:
-            service.asking = asyncio.ensure_future(self._resolve(host, port))
+            service.asking = asyncio.ensure_future(addresses_of(parts.hostname or "", port))
         done, _ = await asyncio.wait((service.asking,), timeout=ANSWER_SECONDS)
         if not done:
             self._failed(service, f"no answer within {ANSWER_SECONDS:g} s")
@@ -107,19 +103,20 @@ class Discovery(Part):
             return
         service.told_at, service.failing = time.monotonic(), False
         # A link-local address means something on one interface only.
-        workers = frozenset(_url(parts, address, port) for address in addresses if "%" not in address)
+        hosts = [f"[{each}]" if ":" in each else each for each in addresses if "%" not in each]
+        workers = frozenset(f"{parts.scheme}://{host}:{port}{parts.path}" for host in hosts)
         if workers != service.workers:
-            logger.info("%s has %d addresses, %d before", _host(service), len(workers), len(service.workers))
+            logger.info("%s has %d addresses, %d before", service.name, len(workers), len(service.workers))
             service.workers = workers
 
     def _failed(self, service: _Service, why: str) -> None:
-        self._metrics.discovery_failures.labels(_host(service)).inc()
+        self._metrics.discovery_failures.labels(service.name).inc()
         if not service.failing:
             service.failing = True
             kept = f"; its {len(service.workers)} workers stay for {self._keep:g} s" if service.workers else ""
-            logger.warning("%s cannot be resolved: %s%s", _host(service), why, kept)
+            logger.warning("%s cannot be resolved: %s%s", service.name, why, kept)
         if service.workers and time.monotonic() - service.told_at >= self._keep:
-            logger.warning("%s was not resolved for %g s: its workers are removed", _host(service), self._keep)
+            logger.warning("%s was not resolved for %g s: its workers are removed", service.name, self._keep)
             service.workers = frozenset()
 
 
@@ -129,12 +126,3 @@ def is_other_family(url: str, found: Sequence[str], up: Sequence[Worker]) -> boo
     """
     others = {worker.url for worker in up if ("[" in worker.url) is not ("[" in url)}
     return url in found and not others.isdisjoint(found)
-
-
-def _host(service: _Service) -> str:
-    return service.url.split("://", 1)[-1]
-
-
-def _url(parts: Any, address: str, port: int) -> str:
-    host = f"[{address}]" if ":" in address else address
-    return f"{parts.scheme}://{host}:{port}{parts.path}"

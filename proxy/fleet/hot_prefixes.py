@@ -20,15 +20,10 @@ from proxy.http.json_body import HINT, PIN, TRANSFERS, XARGS, with_fields
 
 T = TypeVar("T")
 
-# A prefix that nobody has used for so long (seconds) counts half.
-HALF_LIFE = 300.0
-
+HALF_LIFE = 300.0  # seconds; a prefix that nobody has used for so long counts half
 ENTRY_BYTES = 2000  # of an entry beside its body
-
 MAX_REPLAYS = 64
-
-# Replays at once: enough to fill passes, few enough that the hottest prefixes are there first.
-CONCURRENCY = 4
+CONCURRENCY = 4  # replays at once: enough to fill passes, few enough that the hottest prefixes are there first
 
 _OF_THE_ANSWER = (
     "stream_options",
@@ -57,10 +52,7 @@ class WarmupRequest(NamedTuple):
     model: Any
 
     def body_with(self, hint: Sequence[Entry], *, pin: bool | None = None) -> bytes:
-        """The request for one token, and hardly anything else, with this hint.
-
-        `pin`: the engine is to keep the prompt in its cache, or to let it go again.
-        """
+        """The request for one token, with this hint. `pin`: the engine is to keep the prompt, or to let it go again."""
         put = {**self.put, **HINTED[self.endpoint].one_token, "stream": False}
         put[XARGS] = {HINT: list(hint)} if pin is None else {HINT: list(hint), PIN: int(pin)}
         return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))
@@ -90,22 +82,18 @@ class WarmupSet:
         self.held = 0
         self._entries: OrderedDict[bytes, _HotPrefix] = OrderedDict()
 
-    def used_again(self, key: bytes, now: float | None = None) -> bool:
+    def used_again(self, key: bytes) -> bool:
         """Count another request that shared the prefix `key`; False if that prefix is not known."""
-        entry = self._entries.get(key)
-        if entry is None:
+        if (entry := self._entries.get(key)) is None:
             return False
-        now = time.monotonic() if now is None else now
+        now = time.monotonic()
         entry.uses, entry.used_at = entry.uses_at(now) + 1, now
         self._entries.move_to_end(key)
         return True
 
-    def add(
-        self, key: bytes, tokens: int, shorter: Collection[bytes], request: WarmupRequest, now: float | None = None
-    ) -> None:
+    def add(self, key: bytes, tokens: int, shorter: Collection[bytes], request: WarmupRequest) -> None:
         """Keep a `request` that shared `tokens` under the new `key`; `shorter` are keys of its earlier beginnings."""
-        now = time.monotonic() if now is None else now
-        entry = _HotPrefix(request, tokens, 1.0, now)
+        entry = _HotPrefix(request, tokens, 1.0, time.monotonic())
         if entry.size > self._size:
             return
         for each in shorter:  # an earlier turn of the same conversation, which nobody else has used
@@ -116,9 +104,9 @@ class WarmupSet:
         while self.held > self._size:
             self._forget(next(iter(self._entries)))
 
-    def hottest(self, models: Collection[Any], now: float | None = None) -> list[WarmupRequest]:
+    def hottest(self, models: Collection[Any]) -> list[WarmupRequest]:
         """What to compute first: the prefixes that save the most tokens in a given time."""
-        now = time.monotonic() if now is None else now
+        now = time.monotonic()
         wanted = [entry for entry in self._entries.values() if entry.request.model in models]
         wanted.sort(key=lambda entry: -entry.tokens * entry.uses_at(now))
         return [entry.request for entry in wanted[:MAX_REPLAYS]]

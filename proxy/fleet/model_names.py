@@ -45,13 +45,8 @@ def name_keys(listed: Iterable[ListedNames]) -> dict[str, str]:
     for each in listed:
         adapters.update(each.templates)
         for names in each.bases:
-            mine, others = set(names), []
-            for group in groups:
-                if group.isdisjoint(mine):
-                    others.append(group)
-                else:
-                    mine |= group
-            groups = [*others, mine]
+            touched = [group for group in groups if not group.isdisjoint(names)]
+            groups = [*(group for group in groups if group.isdisjoint(names)), set(names).union(*touched)]
     return {name: name for name in adapters} | {name: min(group) for group in groups for name in group}
 
 

@@ -14,9 +14,7 @@ from typing import TypeVar
 from proxy.fleet.worker import Worker
 from proxy.metrics import Metrics
 
-# Seconds until a part that failed is started again.
-RESTART_SECONDS = 1.0
-
+RESTART_SECONDS = 1.0  # until a part that failed is started again
 CANCEL_SECONDS = 1.0  # until one that still runs is cancelled again
 
 logger = logging.getLogger("seamark.gateway")
@@ -112,10 +110,8 @@ class Shelf:
         failures = self._failures.labels(name)
         while True:
             try:
-                await run()
+                return await run()
             except Exception as error:  # the kind alone: the message might hold a secret, or prompt text
                 logger.error("%s failed and is started again: %s", name, type(error).__name__)
                 failures.inc()
                 await asyncio.sleep(RESTART_SECONDS)
-            else:
-                return

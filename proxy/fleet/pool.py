@@ -34,7 +34,6 @@ logger = logging.getLogger("seamark.workers")
 # Seconds that a worker which has booted is given to render the small chats that teach its template, before it gets
 # requests. Learning goes on after that.
 FACTS_SECONDS = 5.0
-
 MOST_CAUSES = 3  # of workers that are down, in what a client reads
 
 # Seconds from one question after a name that no worker lists to the next, and that its request waits for the answers.
@@ -55,12 +54,9 @@ class WorkerPool:
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         """`changed` is called when other workers may be ready than before."""
-        self._upstream = upstream
-        self._shelf = shelf
-        self._changed = changed
-        self._idle = idle
-        self._facts = facts
-        self._metrics, self._settings = metrics, settings
+        self._settings, self._metrics, self._upstream = settings, metrics, upstream
+        self._facts, self._idle = facts, idle
+        self._shelf, self._changed = shelf, changed
         self.gateway_id = os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -90,11 +86,7 @@ class WorkerPool:
 
     async def exposition(self, worker: Worker) -> str:
         """A worker's own metrics, in Prometheus' text format; empty if it does not give them."""
-        try:
-            status, text = await self._probe_of(worker).get("/metrics")
-        except (Unreachable, Broken):
-            return ""
-        return text.decode(errors="replace") if status == 200 else ""
+        return (await self._probe_of(worker).page("/metrics")).decode(errors="replace")
 
     async def ready(self) -> list[Worker]:
         """Workers that are up, after a health check of all if none was."""
@@ -150,10 +142,8 @@ class WorkerPool:
         workers = [worker for worker in self.workers if worker.up and worker.names.base]
         if not model:
             return workers if len(self.base_models()) == 1 else []
-        for wanted in (True, None):
-            if found := [worker for worker in workers if worker.takes_any_name is wanted]:
-                workers = found
-                break
+        by_what_is_known = ([each for each in workers if each.takes_any_name is known] for known in (True, None))
+        workers = next(filter(None, by_what_is_known), workers)
         models = {self._name_keys[worker.names.base] for worker in workers}
         if len(models) > 1:
             chosen = chosen_for(model, models)
@@ -168,10 +158,7 @@ class WorkerPool:
         return sorted({self._name_keys[names[0]] for worker in self.workers for names in worker.names.bases})
 
     def key_of(self, model: Any) -> str | None:
-        """The name under which all is kept that is known of `model`: one for all names of one model.
-
-        None for what is no name.
-        """
+        """The name under which all is kept that is known of `model`, by whichever name; None for what is no name."""
         if not isinstance(model, str):
             return None
         if (key := self._name_keys.get(model)) is not None:
@@ -243,7 +230,7 @@ class WorkerPool:
             self._reconcile()
 
     def discover(self, urls: tuple[str, ...]) -> None:
-        """The names in the settings have these addresses now. New ones are looked at before they get requests."""
+        """The names in the settings have these addresses now."""
         self.discovered = urls
         self._reconcile_and_look()
 
@@ -298,13 +285,13 @@ class WorkerPool:
                 wanted[name] = max(1, limit // len(ranks)) if limit and ranks else limit
                 with_credentials[name] = userinfo is not None
         present = {worker.url: worker for worker in self._all}
-        for url in present.keys() - wanted.keys():
-            logger.info("worker %s is removed", present[url].name)
-            self._checks.pop(url, None)
-            if present[url].address not in {name.partition("#")[0] for name in wanted}:
-                self._upstream.trust(present[url].address, None)
-            if url not in self._twins:
-                self._remove(present[url])
+        for worker in (present[url] for url in present.keys() - wanted.keys()):
+            logger.info("worker %s is removed", worker.name)
+            self._checks.pop(worker.url, None)
+            if worker.address not in {name.partition("#")[0] for name in wanted}:
+                self._upstream.trust(worker.address, None)
+            if worker.url not in self._twins:
+                self._remove(worker)
         self._twins, self._answering = self._twins & wanted.keys(), self._answering & wanted.keys()
         self._all = [present.get(url) or self._new(url) for url in wanted]
         self._select()
@@ -355,15 +342,14 @@ class WorkerPool:
         return worker
 
     def _show(self, worker: Worker) -> None:
-        self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.is_sound)
+        self._metrics.worker_up.labels(worker.name).set_function(lambda: worker.up and not worker.breaker.is_open)
         self._metrics.engine_patched.labels(worker.name).set(0)
         self._metrics.inflight.labels(worker.name).set_function(lambda: worker.inflight)
 
     async def _check_health(self, worker: Worker) -> None:
         up, gone, refusals = False, False, 0
         try:
-            words = await self._probe(worker)
-            up = True
+            words, up = await self._probe(worker), True
         except Exhausted:  # nothing is known of the worker
             up, words = worker.up, worker.words
         except Broken as error:  # gone, or too busy for a probe: then its answers speak for it
@@ -464,10 +450,7 @@ class WorkerPool:
         return "wants a key: --worker-api-key-file FILE, with vLLM's --api-key in it"
 
     async def _learn_templates(self, worker: Worker) -> None:
-        """Learn the templates of its models, so that their first requests go out with a whole hint.
-
-        A worker that is not up yet gets `FACTS_SECONDS` for that. Learning goes on beside the requests then.
-        """
+        """Learn the templates of its models, so that their first requests go out with a whole hint."""
         task = self._learning.get(worker.url)
         if task is None or task.done():
             task = self._learning[worker.url] = asyncio.create_task(self._learn_all(worker))
@@ -480,7 +463,6 @@ class WorkerPool:
                 await self._facts.learn_common(worker.renderer, renderer_id, model)
 
     def _stop_learning(self, worker: Worker) -> None:
-        """The worker has restarted or was removed: what it is being asked is of no use any more."""
         if (task := self._learning.pop(worker.url, None)) is not None:
             task.cancel()
 
@@ -497,10 +479,8 @@ class WorkerPool:
             state = "" if words.startswith(ASLEEP) else "up: " if up else "down: "
             logger.log(level, "worker %s is %s%s", worker.name, state, words)
             worker.words = words
-        if up != worker.up:
-            worker.up = up
-            self._changed()
-        elif worker.breaker.wants_trial:  # with one of those that wait, perhaps
+        was_up, worker.up = worker.up, up
+        if up != was_up or worker.breaker.wants_trial:  # with one of those that wait, perhaps
             self._changed()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -22,14 +22,12 @@ from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Malformed, Silent, Unreachable, Upstream
 from proxy.http.json_body import loads
 
-# Seconds for each question of a probe; a worker busy with a long prefill still answers, its API server is another
-# process.
-PROBE_TIMEOUT = 5.0
+# Seconds for each question of a probe: a worker busy with a long prefill still answers, since its API server is another
+# process; and for the question whether the engine sleeps, which it answers between two steps.
+PROBE_TIMEOUT, SLEEP_TIMEOUT = 5.0, 1.0
 
-# Seconds for the question whether the engine sleeps, which it answers between two steps.
-SLEEP_TIMEOUT = 1.0
-
-MODELS = "/v1/models"
+MODELS, SOURCES = "/v1/models", "/kv_event_sources"
+TOPIC = "seamark"  # how the plugin names itself in vLLM's list of KV event publishers
 
 NO_HTTP = "what answers there does not speak HTTP: https:// instead of http://?"
 
@@ -43,6 +41,10 @@ class Unwell(Exception):
         self.path, self.status = path, status
 
 
+OPTIONAL = (MESSAGES, RESPONSES, CHAT + "/render")  # routes that a frontend of vLLM may lack
+RUST = b"Rust frontend"  # how it calls itself where it refuses
+
+
 class Frontend(NamedTuple):
     """What a worker's HTTP server is, as far as that costs its clients something."""
 
@@ -51,16 +53,6 @@ class Frontend(NamedTuple):
 
 
 ALL = Frontend()
-
-# Routes that a frontend of vLLM may lack.
-OPTIONAL = (MESSAGES, RESPONSES, CHAT + "/render")
-
-RUST = b"Rust frontend"  # how it calls itself where it refuses
-
-
-SOURCES = "/kv_event_sources"
-
-TOPIC = "seamark"  # how the plugin names itself in vLLM's list of KV event publishers
 
 
 @dataclass(frozen=True)
@@ -107,10 +99,7 @@ def read_sources(answer: bytes) -> Told:
 
 
 def base_url(worker: str, at: str) -> str:
-    """The base URL of the reports of a worker that reads them out at `at`, HOST:PORT; `worker`: its own base URL.
-
-    Raises `ValueError` with the reason if they cannot be read from here.
-    """
+    """The base URL of a worker's reports, by its own one and the HOST:PORT that it tells. Raises `ValueError`."""
     told_host, _, port = at.rpartition(":")
     host = urlsplit(worker).hostname or ""
     if not (port.isascii() and port.isdecimal() and len(port) <= 5 and 0 < int(port) < 65536):
@@ -131,7 +120,6 @@ def _host_and_port(source: Mapping[str, Any]) -> str:
 
 
 IS_SLEEPING, IS_PAUSED = "/is_sleeping", "/is_paused"
-
 ASLEEP = "asleep"  # how the words for it begin
 
 
@@ -146,22 +134,15 @@ class EngineAnswers:
     boot: str
     said: dict[str, bool | None] = field(default_factory=lambda: dict.fromkeys((IS_SLEEPING, IS_PAUSED)))
 
-    def take(self, path: str, status: int, body: bytes) -> None:
-        if status >= 500:  # its engines do not agree, for one
-            return self.none(path)
-        try:
-            said = loads(body)[path.removeprefix("/")] if status == 200 else None
-        except (ValueError, KeyError, TypeError):
-            said = None
-        if isinstance(said, bool):
+    def take(self, path: str, status: int = 500, body: bytes = b"") -> None:
+        """What the route `path` has answered, if it has."""
+        said = _field(body, path.removeprefix("/")) if status == 200 else None
+        if status >= 500:  # its engines do not agree, for one: an engine that slept does not count as awake for that
+            self.said[path] = self.said[path] or None
+        elif isinstance(said, bool):
             self.said[path] = said
         else:
             del self.said[path]
-        return None
-
-    def none(self, path: str) -> None:
-        """The route `path` has not answered: one that slept does not count as awake for that."""
-        self.said[path] = self.said[path] or None
 
     def why_asleep(self, levels: Sequence[int | None]) -> str:
         """Why nothing is computed, in a few words; empty if it is. `levels`: of each engine, None for one awake."""
@@ -201,44 +182,43 @@ class Probed:
 
     @property
     def words(self) -> str:
-        models, engine = some_of(sorted(self.names.templates)) or "no model", self.metrics.engine
+        models, engine, reports = some_of(sorted(self.names.templates)), self.metrics.engine, self.reports
+        serves = f"serves {models or 'no model'}"
         if self.is_gateway:
-            return f"serves {models}; a Seamark gateway, not a worker: no hint is sent through it"
+            return f"{serves}; a Seamark gateway, not a worker: no hint is sent through it"
+        if engine is None and not (self.metrics.other_release or self.vllm) and self.metrics.hits is None:
+            return f"{serves}; not vLLM, as far as it shows: requests pass through without hints"
+        serves += f"; vLLM {self.vllm or 'of unknown version'}; "
         if engine is not None:
-            patched = f"patched (Seamark {engine.version}, match unit {engine.match_unit} tokens)"
-            if self.reports.why_not:
-                patched += f", but its reports cannot be read: {self.reports.why_not}"
-            if engine.refused:
-                patched += f", but it gets no hints: {engine.refused}"
-            return f"serves {models}; vLLM {self.vllm}; {patched}"
+            serves += f"patched (Seamark {engine.version}, match unit {engine.match_unit} tokens)"
+            serves += f", but its reports cannot be read: {reports.why_not}" if reports.why_not else ""
+            return serves + (f", but it gets no hints: {engine.refused}" if engine.refused else "")
         if other := self.metrics.other_release:
-            return f"serves {models}; vLLM {self.vllm or 'of unknown version'}; it gets no hints: {other}"
-        if not self.vllm and self.metrics.hits is None:
-            return f"serves {models}; not vLLM, as far as it shows: requests pass through without hints"
-        if self.reports.why_not:
-            return (
-                f"serves {models}; vLLM {self.vllm or 'of unknown version'}; it has Seamark's plugin and gets no "
-                f"hints, since its reports cannot be read: {self.reports.why_not}"
-            )
-        patched = f"not patched, so it gets no hints: seamark doctor --worker {self.url}"
-        if self.reports.looked_at:
-            patched = f"not patched, or its reports are not at {self.reports.looked_at}, {patched.partition(', ')[2]}"
-        return f"serves {models}; vLLM {self.vllm or 'of unknown version'}; {patched}"
+            return f"{serves}it gets no hints: {other}"
+        if why := reports.why_not:
+            return f"{serves}it has Seamark's plugin and gets no hints, since its reports cannot be read: {why}"
+        elsewhere = f", or its reports are not at {reports.looked_at}" if reports.looked_at else ""
+        return f"{serves}not patched{elsewhere}, so it gets no hints: seamark doctor --worker {self.url}"
 
 
 class Probe:
     """The questions to one worker. All raise `Unreachable` or `Broken` where nothing else is said."""
 
     def __init__(self, upstream: Upstream, url: str, name: str = "", seconds: float | None = None) -> None:
-        """`url`: base URL; `name`: the worker's, if others share that. `seconds`: for each question, `PROBE_TIMEOUT` if
-        they are not given.
-        """
-        self.upstream, self.url = upstream, url
-        self._name = name or url
-        self._seconds = PROBE_TIMEOUT if seconds is None else seconds
+        """`url`: base URL; `name`: the worker's, if others share that; `seconds`: for each question."""
+        self.upstream, self.url, self._name = upstream, url, name or url
+        self._seconds = seconds or PROBE_TIMEOUT
 
     async def get(self, path: str, seconds: float | None = None) -> tuple[int, bytes]:
         return await self.upstream.fetch("GET", self.url + path, timeout=seconds or self._seconds)
+
+    async def page(self, path: str, url: str | None = None) -> bytes:
+        """What is found at `path` of the worker, or of another `url`; empty if nothing is."""
+        try:
+            status, answer = await self.upstream.fetch("GET", (url or self.url) + path, timeout=self._seconds)
+        except (Unreachable, Broken):
+            return b""
+        return answer if status == 200 else b""
 
     async def post(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> tuple[int, bytes]:
         raw = json.dumps(body).encode()
@@ -314,15 +294,11 @@ class Probe:
 
     async def _found(self, exposition: bytes) -> tuple[bytes, Reports]:
         """As `metrics`, of a worker whose own are `exposition`."""
-        has_plugin = worker_metrics.ENGINE.encode() in exposition
+        has_plugin, told = worker_metrics.ENGINE.encode() in exposition, await self._sources()
         if has_plugin and (some := await self._of_plugin(self.url)):
-            return some, Reports(self.url, (await self._sources()).ranks)
-        told = await self._sources()
-        at = told.at or told.beside
-        if has_plugin:
-            engine = read_metrics(exposition).engine
-            at = (engine.reports if engine is not None else "") or told.at
-        why_not = ""
+            return some, Reports(self.url, told.ranks)
+        engine, why_not = read_metrics(exposition).engine if has_plugin else None, ""
+        at = (engine.reports if engine is not None else "") or told.at or ("" if has_plugin else told.beside)
         if at:
             try:
                 url = base_url(self.url, at)
@@ -332,24 +308,15 @@ class Probe:
                 if some := await self._of_plugin(url):
                     return some, Reports(url, told.ranks)
                 why_not = f"{url} does not give them"
-        if told.at or has_plugin:
-            return exposition, Reports(why_not=why_not)
-        return exposition, Reports(looked_at=at)
+        return exposition, Reports(why_not=why_not) if told.at or has_plugin else Reports(looked_at=at)
 
     async def _of_plugin(self, url: str) -> bytes:
         """What is read here of the metrics at `url`; empty unless the plugin has written them."""
-        try:
-            status, some = await self.upstream.fetch("GET", url + worker_metrics.OF_PLUGIN, timeout=self._seconds)
-        except (Unreachable, Broken):
-            return b""
-        return some if status == 200 and worker_metrics.ENGINE.encode() in some else b""
+        some = await self.page(worker_metrics.OF_PLUGIN, url)
+        return some if worker_metrics.ENGINE.encode() in some else b""
 
     async def _sources(self) -> Told:
-        try:
-            status, answer = await self.get(SOURCES)
-        except (Unreachable, Broken):
-            return Told()
-        return read_sources(answer) if status == 200 else Told()
+        return read_sources(await self.page(SOURCES))
 
     async def frontend(self) -> Frontend:
         """What its HTTP server lacks: a request that means nothing is refused for what it says, or for its route."""
@@ -367,10 +334,7 @@ class Probe:
     async def why_asleep(
         self, answers: EngineAnswers, levels: Sequence[int | None], seconds: float = SLEEP_TIMEOUT
     ) -> str:
-        """Why it computes nothing, in words; empty if it does. `levels`: of sleep, as its metrics tell.
-
-        What it says is added to `answers`; one that says nothing is no error here.
-        """
+        """As of `EngineAnswers`, once it was asked: what it says is added to `answers`."""
         if not levels:  # not vLLM, or none that sleeps
             return ""
 
@@ -378,42 +342,42 @@ class Probe:
             try:
                 answers.take(path, *await self.get(path, seconds))
             except (Unreachable, Broken):
-                answers.none(path)
+                answers.take(path)
 
         await asyncio.gather(*map(ask, tuple(answers.said)))
         return answers.why_asleep(levels)
 
     async def version(self) -> str:
         """Of its vLLM; empty if it does not say."""
-        try:
-            return version_in((await self.get("/version"))[1])
-        except (Unreachable, Broken):
-            return ""
+        return version_in(await self.page("/version"))
+
+
+def _field(answer: bytes, name: str) -> Any:
+    """A field of an answer in JSON; None if it has none."""
+    try:
+        return loads(answer)[name]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def gateway_id(health: bytes) -> str | None:
     """What a Seamark gateway says of itself at /health; None for another server, vLLM's answer is empty."""
-    try:
-        return str(loads(health)["gateway"])
-    except (ValueError, KeyError, TypeError):
-        return None
+    found = _field(health, "gateway")
+    return None if found is None else str(found)
 
 
 def models_in(answer: bytes) -> list[dict[str, Any]] | None:
     """The models of a list as OpenAI's API answers it, None if it is none. One that cannot be shown is no model."""
     try:
-        listed = [entry for entry in loads(answer)["data"] if isinstance(entry["id"], str)]
-        return [entry for entry in listed if entry["id"].isprintable()]
-    except (ValueError, KeyError, TypeError):
+        listed = [entry for entry in _field(answer, "data") if isinstance(entry["id"], str)]
+    except (KeyError, TypeError):
         return None
+    return [entry for entry in listed if entry["id"].isprintable()]
 
 
 def version_in(answer: bytes) -> str:
     """What vLLM says at /version; empty for anything else."""
-    try:
-        version = loads(answer)["version"]
-    except (ValueError, KeyError, TypeError):
-        return ""
+    version = _field(answer, "version")
     return version if isinstance(version, str) and version.isprintable() else ""
 
 

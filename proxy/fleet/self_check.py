@@ -56,13 +56,8 @@ REST, REST_AT_FIRST = 49.0, 9.0
 
 FIRST = 16  # checks of a new worker
 IDLE_SECONDS = 3.0  # that a worker is without a request before a check
-
-# Part of the cache that recomputed prompts may take between two requests of clients, 0 to 1.
-CACHE_SHARE = 1 / 16
-
-# Checks without a client's request between them; after that, an unused worker is left alone.
-MOST_IN_A_ROW = 16
-
+CACHE_SHARE = 1 / 16  # of the cache, that recomputed prompts may take between two requests of clients
+MOST_IN_A_ROW = 16  # checks without a client's request between them; then an unused worker is left alone
 CHECK_SECONDS = 120.0  # for a check; then it has failed, and the worker is left alone
 MOST_RECOMPUTED = 3  # times that one comparison may compute a prompt
 REMEMBERED = 256  # prompts that were checked
@@ -110,17 +105,10 @@ class SelfCheck(Part):
 
         `distrust` is called for a worker whose answers differ: nothing that it held can be used any more.
         """
-        self._interval = settings.self_check_interval
-        self._most_tokens = settings.self_check_tokens
-        self._limits = settings.json_limits
-        self._timeout = settings.silence_timeout
-        self._pool = pool
-        self._warmup = warmup
-        self._stored = stored
-        self._distrust = distrust
-        self._upstream = upstream
-        self._results = metrics.self_checks
-        self._idle = idle
+        self._settings, self._timeout = settings, settings.silence_timeout
+        self._pool, self._upstream = pool, upstream
+        self._warmup, self._stored = warmup, stored
+        self._results, self._idle, self._distrust = metrics.self_checks, idle, distrust
         self._watched: dict[str, _Watched] = {}
         self._checked_at: FIFOCache[tuple[str, bytes], float] = FIFOCache(REMEMBERED)  # by boot and key of the prefix
         self.checked = 0  # prompts judged
@@ -154,7 +142,7 @@ class SelfCheck(Part):
         """Check idle workers, for ever, each in a task of its own: one that hangs keeps no other from its check."""
         checking: dict[str, asyncio.Task[None]] = {}
         try:
-            while self._interval:
+            while self._settings.self_check_interval:
                 await asyncio.sleep(POLL_SECONDS)
                 checking = {url: task for url, task in checking.items() if not task.done()}
                 for worker in self._pool.workers:
@@ -176,7 +164,7 @@ class SelfCheck(Part):
             watched.busy_at = now
         if worker.boot != watched.boot:
             watched.boot, watched.checks = worker.boot, 0
-            watched.noise.clear()
+            watched.noise = Noise()  # of another engine
         fit = worker.up and worker.engine is not None and not worker.warming and worker.cache.cache_allowed
         fit = fit and worker.draft_state != TRIAL  # its idle time is the engine's own
         is_idle = now - watched.busy_at >= IDLE_SECONDS and now >= watched.next_at
@@ -184,8 +172,7 @@ class SelfCheck(Part):
 
     async def _check(self, worker: Worker, watched: _Watched) -> None:
         """Judge one prompt, unless a client's request comes meanwhile."""
-        replay = self._next(worker)
-        if replay is None:
+        if (replay := self._next(worker)) is None:
             return
         await self._idle.lull()
         if worker.dispatched != watched.last_dispatched:
@@ -209,7 +196,7 @@ class SelfCheck(Part):
             working.cancel()
             took = time.monotonic() - began
             rest = REST if watched.checks >= FIRST else REST_AT_FIRST
-            watched.next_at = time.monotonic() + max(self._interval, rest * took)
+            watched.next_at = time.monotonic() + max(self._settings.self_check_interval, rest * took)
             watched.checks += 1
             watched.in_a_row += 1
             self._checked_at[_name(worker, replay)] = time.monotonic()
@@ -224,47 +211,40 @@ class SelfCheck(Part):
 
     async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Judgement | None:
         """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
-        if await self._is_used(worker):
-            return None
-        most = int(min(self._most_tokens, _allowance(worker) / MOST_RECOMPUTED))
-        cut = await self._cut(worker, replay, most)
-        if cut is None:
-            return None
-        verdict, prompt = None, cut.prompt
-        for _ in range(2):
-            verdict = await self._compare(worker, replay.model, cut, watched)
-            if verdict is None or verdict.result != "differs":
-                break
-        if verdict is not None and verdict.result == "differs":
-            logger.error(
-                "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than recomputed: "
-                "answer %s against %s, first other token %s, logprobs off by %.3g, noise %.3g",
-                worker.name,
-                xxh3_64_hexdigest(repr(prompt).encode()),
-                len(prompt),
-                verdict.cached.hash,
-                verdict.recomputed.hash,
-                verdict.off.position,
-                verdict.off.error,
-                verdict.noise,
-            )
-        return verdict
-
-    async def _is_used(self, worker: Worker) -> bool:
-        """Whether others than this gateway's clients have requests there, too."""
         _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=self._timeout)
-        return worker_metrics.read(metrics.decode(errors="replace")).requests > 0
+        if worker_metrics.read(metrics.decode(errors="replace")).requests:  # of others than this gateway's clients
+            return None
+        most = int(min(self._settings.self_check_tokens, _allowance(worker) / MOST_RECOMPUTED))
+        if (cut := await self._cut(worker, replay, most)) is None:
+            return None
+        verdict = await self._compare(worker, replay.model, cut, watched)
+        if verdict is not None and verdict.result == "differs":
+            verdict = await self._compare(worker, replay.model, cut, watched)
+        if verdict is None or verdict.result != "differs":
+            return verdict
+        logger.error(
+            "worker %s: from its cache, prompt %s of %d tokens is continued otherwise than recomputed: "
+            "answer %s against %s, first other token %s, logprobs off by %.3g, noise %.3g",
+            worker.name,
+            xxh3_64_hexdigest(repr(cut.prompt).encode()),
+            len(cut.prompt),
+            verdict.cached.hash,
+            verdict.recomputed.hash,
+            verdict.off.position,
+            verdict.off.error,
+            verdict.noise,
+        )
+        return verdict
 
     async def _cut(self, worker: Worker, replay: WarmupRequest, most: int) -> _Cut | None:
         """The first `most` tokens of a client's prompt; None if that is not all text. Raises what rendering does."""
-        body = {**parse_object(replay.raw, *self._limits), **replay.put}
+        body = {**parse_object(replay.raw, *self._settings.json_limits), **replay.put}
         chat = chat_in(replay.endpoint, body, self._stored)
         if chat is None or chat.media:
             return None
         ids = await prompt_of(chat, worker)
         prompt = ids[:most]
-        entries = worker.hint(replay.found)
-        hint = sorted(at for at in set(resolve(entries, ids)) if 0 < at <= len(prompt))
+        hint = sorted(at for at in set(resolve(worker.hint(replay.found), ids)) if 0 < at <= len(prompt))
         return _Cut(prompt, hint, worker.cache.salt(body) or body.get("cache_salt"))
 
     async def _compare(self, worker: Worker, model: str, cut: _Cut, watched: _Watched) -> Judgement | None:
@@ -274,9 +254,9 @@ class SelfCheck(Part):
             request = completion_request(model, prompt, salt, hint)
             return await continuation(self._upstream, worker.address, request, self._timeout)
 
-        async def recomputed(hint: Sequence[int] = ()) -> Continuation:
+        async def recomputed(hint: Sequence[int] = (), prompt: Sequence[int] = prompt) -> Continuation:
             watched.recomputed += len(prompt)
-            return await ask(fresh_salt(), hint)
+            return await ask(fresh_salt(), hint, prompt)
 
         # First what clients left behind, then what this replay leaves: vLLM's own last block, which is copied for a
         # request that goes on from inside it.
@@ -298,12 +278,7 @@ class SelfCheck(Part):
         watched.noise.add(answers)
         verdict = judge(cached, answers, watched.noise.largest)
         if verdict.result == "differs" and not watched.noise.is_known:
-
-            async def shorter(part: Sequence[int]) -> Continuation:
-                watched.recomputed += len(part)
-                return await ask(fresh_salt(), at if at[0] < len(part) else (), part)
-
-            await watched.noise.learn(prompt, shorter)
+            await watched.noise.learn(prompt, lambda part: recomputed(at if at[0] < len(part) else (), part))
             verdict = judge(cached, answers, watched.noise.largest)
         excused = watched.noise.excuses(cached, answers) or verdict.result == "same"
         return verdict if excused else verdict._replace(result="differs")

@@ -1,4 +1,11 @@
-"""One worker: what it said of itself when it was last probed, what it has to do, and whether its cache may be used."""
+"""What a worker is: one vLLM server that clients' requests go to, or one engine of several behind one address.
+
+A `Worker` holds what is known of it, and each fact has one source. `pool` keeps all workers and asks each again and
+again, by a `probe`: is it well, asleep or gone, which start is it (`boot`), which version, where are its reports read.
+`worker_metrics` reads what the engine says of itself in `/metrics`, `model_names` what the names in its list of models
+mean. What it has to do, whether it fails and whether its cache may be used is noted here, as requests come and go; what
+became of them in its engine, and what other gateways have there, is read from its feed (`routing.engine_events`).
+"""
 
 from __future__ import annotations
 
@@ -26,9 +33,7 @@ BREAKER_FAILURES = 3
 TRIAL_SECONDS, MAX_TRIAL_SECONDS = 5.0, 60.0
 
 SALT_BYTES = 16
-
 VLLM_UNIT = 16  # tokens of a cache block, unless vLLM is told otherwise
-
 LOCALHOST = frozenset({"localhost", "127.0.0.1", "::1"})
 
 RANK_HEADER = b"x-data-parallel-rank"  # vLLM's
@@ -39,8 +44,7 @@ class CircuitBreaker:
     """Opens after `BREAKER_FAILURES` failures in a row; then one request at a time is a trial, until one succeeds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` in seconds."""
-        self._clock = clock
+        self._clock = clock  # in seconds
         self._failed: set[int] = set()  # fingerprints of requests, since the last success
         self._wait = TRIAL_SECONDS
         self._trial_at = 0.0  # of the clock
@@ -54,24 +58,20 @@ class CircuitBreaker:
 
     def failed(self, request: int) -> bool:
         """A request with this fingerprint failed; whether the breaker opens with it."""
-        if self.is_open:
-            if self._on_trial:
-                self._wait = min(2 * self._wait, MAX_TRIAL_SECONDS)
-            self._trial_at = self._clock() + self._wait
-            return False
-        self._failed.add(request)
-        self.is_open = len(self._failed) >= BREAKER_FAILURES
-        if self.is_open:
-            self._wait = TRIAL_SECONDS
-            self._trial_at = self._clock() + self._wait
-        return self.is_open
+        was_open = self.is_open
+        if was_open and self._on_trial:
+            self._wait = min(2 * self._wait, MAX_TRIAL_SECONDS)
+        elif not was_open:
+            self._failed.add(request)
+            self.is_open, self._wait = len(self._failed) >= BREAKER_FAILURES, TRIAL_SECONDS
+        self._trial_at = self._clock() + self._wait
+        return self.is_open and not was_open
 
     def begin_trial(self) -> bool:
         """The worker gets a request; whether that is a trial, to be ended by `end_trial`."""
-        if not self.wants_trial:
-            return False
-        self._on_trial = True
-        return True
+        wants_trial = self.wants_trial
+        self._on_trial = self._on_trial or wants_trial
+        return wants_trial
 
     def end_trial(self) -> None:
         """The request is over, whatever came of it."""
@@ -82,6 +82,10 @@ class CircuitBreaker:
         if self._failed:
             self._failed.clear()
             self.is_open = False
+
+
+def fresh_salt() -> str:
+    return os.urandom(SALT_BYTES).hex()
 
 
 class CacheQuarantine:
@@ -114,11 +118,9 @@ class CacheQuarantine:
         if (self.cache_allowed and not self._salt) or not body:
             return None
         given = body.get("cache_salt")
-        if given is None:
-            given = ""
-        elif not isinstance(given, str) or not given:
+        if given is not None and (not isinstance(given, str) or not given):
             return None  # the worker's to refuse
-        return given + (self._salt if self.cache_allowed else fresh_salt())
+        return (given or "") + (self._salt if self.cache_allowed else fresh_salt())
 
 
 class GateReport(NamedTuple):
@@ -132,8 +134,6 @@ class GateReport(NamedTuple):
 # On trial, states are kept for trial requests alone. With the setting at 1 or 0, hints are on or off from the start.
 TRIAL, OPEN, CLOSED, ON, OFF = "trial", "open", "closed", "on", "off"
 DRAFT_STATES = (TRIAL, OPEN, CLOSED, ON, OFF)
-
-_HINTED = frozenset({"", OPEN, ON})  # empty: without drafts
 
 
 class Load(NamedTuple):
@@ -172,10 +172,6 @@ class Slot:
         self._worker.inflight -= 1
 
 
-def fresh_salt() -> str:
-    return os.urandom(SALT_BYTES).hex()
-
-
 @dataclass
 class Worker:
     """One vLLM server. `boot` changes when it restarts: what it held before is gone then."""
@@ -183,9 +179,7 @@ class Worker:
     url: str  # its name: its address without credentials, and `#RANK` for one of several engines behind that
     renderer: WorkerRenderer
     max_inflight: int = 0  # requests at it at once, 0 for no limit
-
     has_credentials: bool = False  # user and password, in the URL that the operator gave
-
     in_shadow: bool = False  # it is treated as one without the plugin
 
     probed: Probed = field(default_factory=Probed)  # what it said of itself when it was last asked
@@ -231,10 +225,6 @@ class Worker:
         if not self.rank:
             return headers
         return [*(header for header in headers if header[0] != RANK_HEADER), (RANK_HEADER, self.rank.encode())]
-
-    @property
-    def reports_url(self) -> str:
-        return self.probed.reports.url or self.address
 
     @property
     def boot(self) -> str:
@@ -298,7 +288,7 @@ class Worker:
     @property
     def takes_hints(self) -> bool:
         """Whether states can be kept on it, and may be."""
-        ready = self.engine is not None and not self.refused and self.draft_state in _HINTED
+        ready = self.engine is not None and not self.refused and self.draft_state in ("", OPEN, ON)
         return ready and self.cache.hints_allowed
 
     @property
@@ -313,20 +303,13 @@ class Worker:
 
     def hint(self, found: Found | None) -> tuple[Entry, ...]:
         """The hint that it gets: none if it renders by another template than the one whose facts were used."""
-        if found is None or not self.takes_hints:
-            return ()
-        if found.renderer_id not in self.renderer_ids.values():
+        if found is None or not self.takes_hints or found.renderer_id not in self.renderer_ids.values():
             return ()
         return found.entries()
 
     @property
     def has_room(self) -> bool:
         return not self.max_inflight or self.inflight < self.max_inflight
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether it answers health checks, and requests as well."""
-        return self.up and not self.breaker.is_open
 
     def restarted(self) -> None:
         """What it held and what it showed before is gone."""
@@ -366,12 +349,10 @@ class Worker:
         return self.renderer_ids.get(self.template_of(model))
 
     async def identify(self, model: Any) -> bytes | None:
-        """What `model` is rendered with; asks the worker if it is not known yet. None: it does not tell."""
+        """As `renderer_id`; asks the worker if it is not known yet. None: it does not tell."""
         name = self.template_of(model)
-        if name not in self.renderer_ids:
-            renderer_id = await identify_renderer(self.renderer, name)
-            if renderer_id is not None:
-                self.renderer_ids[name] = renderer_id
+        if name not in self.renderer_ids and (found := await identify_renderer(self.renderer, name)) is not None:
+            self.renderer_ids[name] = found
         return self.renderer_ids.get(name)
 
 

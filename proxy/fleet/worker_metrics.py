@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 from urllib.parse import urlencode
@@ -32,21 +32,18 @@ SLEEP = "vllm:engine_sleep_state"  # of each engine, 1 at the state that it is i
 # Levels of vLLM's sleep, by the state that says so; an engine in none of its states sleeps at level 0.
 SLEEP_LEVELS = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 
-# A cause is shown in lines of logs and pages.
-MOST_CAUSE = 200  # characters
+MOST_CAUSE = 200  # characters of a cause that is shown in lines of logs and pages
 
 _SIZE = re.compile(r"\d{1,15}", re.ASCII)
 
 # Where prefills that come over NIXL are checked.
-NIXL = frozenset({"NixlConnector", "NixlPullConnector"})
-BEST_LANE = "inside_pass"
+NIXL, BEST_LANE = frozenset({"NixlConnector", "NixlPullConnector"}), "inside_pass"
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
 _READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CREATED, CACHE, DRAFTS, ACCEPTED, SLEEP, *REQUESTS)
 
 # What a worker with the plugin gives of its `/metrics`; writing all of them takes it milliseconds.
 OF_PLUGIN = "/seamark/metrics?" + urlencode([("name[]", name) for name in _READ])
-
 
 Length = Annotated[int, Meta(ge=1, lt=2**31)]
 
@@ -59,9 +56,8 @@ class EngineInfo:
     vllm: str
     match_unit: Length  # what a hit is a multiple of
     block_size: Length
-    ahead: Annotated[int, Meta(ge=0, lt=2**31)] = (
-        0  # past a state, up to which a request has to share: a draft head reads so far
-    )
+    # Past a state, up to which a request has to share: a draft head reads so far.
+    ahead: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them
     refused: str = ""  # why it keeps no state for any hint; empty if hints count
@@ -89,20 +85,11 @@ class StepTimes(NamedTuple):
         return self.pass_seconds * passes + self.token_seconds * tokens
 
 
-UNKNOWN = StepTimes()
-
-
 class Accepted(NamedTuple):
     """Drafts of one or more requests."""
 
     steps: int = 0  # forward passes that verified some
     tokens: int = 0  # accepted in them
-
-    def __add__(self, other: object) -> Accepted:
-        """Of both together."""
-        if not isinstance(other, Accepted):
-            return NotImplemented
-        return Accepted(self.steps + other.steps, self.tokens + other.tokens)
 
     @property
     def per_step(self) -> float:
@@ -115,7 +102,7 @@ class WorkerMetrics(NamedTuple):
 
     boot: str = ""  # when its server started, which tells one start from the next
     engine: EngineInfo | None = None  # None: no plugin of this release, or the plugin left vLLM untouched
-    step_times: StepTimes = UNKNOWN
+    step_times: StepTimes = StepTimes()
     hits: int | None = None  # prompt tokens that the prefix cache gave so far; None: not vLLM's metrics
     cache_tokens: int = 0  # that fit into the engine's cache; 0: it does not say
     requests: int = 0  # that run or wait in the engine, whoever sent them
@@ -133,14 +120,17 @@ class WorkerMetrics(NamedTuple):
     lane: str = ""
 
 
+def samples_in(text: str) -> Iterator[Sample]:
+    """All samples of an exposition. Raises `ValueError` if it is none."""
+    return (sample for family in text_string_to_metric_families(text) for sample in family.samples)
+
+
 def read(text: str) -> WorkerMetrics:
     """What the exposition `text` says. Raises `ValueError` if its samples are not what they are named."""
-    lines = "\n".join(line for line in text.split("\n") if line.startswith(_READ))
     found: dict[str, list[Sample]] = {name: [] for name in _READ}
-    for family in text_string_to_metric_families(lines):
-        for sample in family.samples:
-            if sample.name in found:
-                found[sample.name].append(sample)
+    for sample in samples_in("\n".join(line for line in text.split("\n") if line.startswith(_READ))):
+        if sample.name in found:
+            found[sample.name].append(sample)
 
     def last(name: str) -> float:
         return found[name][-1].value if found[name] else 0.0

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from proxy.boundaries.boundary import Entry, resolved_positions
 
 MAX_REQUESTS = 10_000  # explained, the last ones
-
 MAX_CHARACTERS = 32  # of a client's name
 
 # A product as RFC 9110 writes it, without a comment; OpenAI's SDKs put a space before the version.
@@ -52,10 +51,8 @@ class Explanation(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""
         positions = resolved_positions(self.sent, self.positions)
-        boundaries = [
-            {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
-            for entry, kind in self.boundaries
-        ]
+        named = [(entry, None if entry is None else positions.get(entry), kind) for entry, kind in self.boundaries]
+        boundaries = [{"entry": entry, "tokens": tokens, "kind": kind} for entry, tokens, kind in named]
         shown = {name: value for name, value in self._asdict().items() if name != "owner"}
         return {**shown, "boundaries": boundaries, "would_save": dict(self.would_save)}
 
@@ -113,8 +110,8 @@ class Explanations:
 
     def of_anyone(self, request_id: str) -> Explanation | None:
         """The last request of this id; for operators."""
-        named = next((name for name in reversed(self._records) if name[1] == request_id), None)
-        return self._records[named].explanation if named is not None else None
+        newest = reversed(self._records.items())
+        return next((record.explanation for (_, name), record in newest if name == request_id), None)
 
 
 def client_name(user_agent: str | None) -> str | None:

@@ -39,7 +39,6 @@ class TokenWork:
 
     @classmethod
     def between(cls, start: int, end: int) -> TokenWork:
-        """Tokens from position `start` up to `end`."""
         return cls(end - start, (end**2 - start**2) / 2)
 
     def __add__(self, other: TokenWork) -> TokenWork:
@@ -68,18 +67,15 @@ class CostModel(NamedTuple):
 
 
 class CostLearner:
-    """Learns the cost model of one worker."""
-
     def __init__(self) -> None:
-        self._alone: deque[tuple[TokenWork, float]] = deque(maxlen=WINDOW)
-        self._among_others: deque[tuple[TokenWork, float]] = deque(maxlen=WINDOW)
+        self._requests = {alone: deque[tuple[TokenWork, float]](maxlen=WINDOW) for alone in (True, False)}
         self._new = 0
         self._model: CostModel | None = None
 
     def observe(self, prompt: int, cached: int, seconds: float, alone: bool) -> None:
         """A request's first token came after `seconds`; `cached` of the tokens of its prompt came from the cache."""
         if prompt > cached and seconds > 0:
-            (self._alone if alone else self._among_others).append((TokenWork.between(cached, prompt), seconds))
+            self._requests[alone].append((TokenWork.between(cached, prompt), seconds))
             self._new += 1
 
     @property
@@ -87,9 +83,8 @@ class CostLearner:
         """What is learnt so far; None while it is too little."""
         if self._new >= RENEWAL or (self._new and self._model is None):
             self._new = 0
-            self._model = (
-                _fitted(self._alone, True) or _fitted([*self._alone, *self._among_others], False) or self._model
-            )
+            alone, others = self._requests.values()
+            self._model = _fitted(alone, True) or _fitted([*alone, *others], False) or self._model
         return self._model
 
 

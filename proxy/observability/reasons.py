@@ -9,19 +9,13 @@ from proxy.routing.prefix_index import Prefix
 
 
 class ReasonText(NamedTuple):
-    """What people read of one reason."""
-
     short: str  # for a line in a list
     long: str  # one or two sentences
     action: str  # what to do about it; empty if there is nothing
 
 
 REASON_TEXT = {
-    "hit": ReasonText(
-        "hit",
-        "All that was kept of what this prompt shares with earlier ones came from the cache.",
-        "",
-    ),
+    "hit": ReasonText("hit", "All that was kept of what this prompt shares with earlier ones came from the cache.", ""),
     "cold": ReasonText(
         "first sight",
         "No earlier request began like this one. The next one that does can share it.",
@@ -193,9 +187,9 @@ def _beside_change(expected: Expectation, delivery: Delivery) -> str:
         if expected.sent is None and ever:
             return "worker_restarted" if expected.deliverable(ever) else "below_unit"
         if expected.sent is not None and expected.sent.tokens:
-            if not expected.deliverable(min(expected.sent.tokens, delivery.prompt - (not expected.ahead))):
-                return "below_unit"
-            return _of_engine(delivery, expected.failure or "evicted")  # its engine knows nothing of it any more
+            is_long = expected.deliverable(min(expected.sent.tokens, delivery.prompt - (not expected.ahead)))
+            # Its engine knows nothing of it any more.
+            return _of_engine(delivery, expected.failure or "evicted") if is_long else "below_unit"
         return expected.failure or _of_engine(delivery, "cold")
     if expected.sent is None and delivery.engine == "hit":
         return "hit"  # nobody had asked for a state further on
@@ -211,13 +205,10 @@ def _of_engine(delivery: Delivery, otherwise: str) -> str:
     engine = delivery.engine
     if engine is None or engine not in ENGINE_CAUSES or (otherwise == "cold" and engine != "hint_ignored"):
         return otherwise
-    if otherwise == "no_facts" and engine in ("cold", "no_boundary"):  # to the engine: nobody asked for a state
-        return otherwise
-    return engine
+    # To the engine, of a template that is not known, nobody asked for a state.
+    return otherwise if otherwise == "no_facts" and engine in ("cold", "no_boundary") else engine
 
 
 def cache_label(delivery: Delivery) -> str:
     """`hit`, `partial` or `miss`, as in the first-token histogram."""
-    if not delivery.cached:
-        return "miss"
-    return "hit" if delivery.cached >= delivery.shareable else "partial"
+    return "miss" if not delivery.cached else "hit" if delivery.cached >= delivery.shareable else "partial"

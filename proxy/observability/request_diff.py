@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -24,9 +24,7 @@ from proxy.idle_work import Steps
 from proxy.observability.volatile_text import TextKind, alike, kind_of, says_today
 
 MAX_REQUESTS = 64
-
 ENTRY_BYTES = 2000  # of a request beside its texts
-
 MESSAGE_BYTES = 500  # of a message beside its text
 
 # A change has this much shared content behind it (bytes), and more is shared than changed; otherwise the request is
@@ -38,11 +36,8 @@ MIN_BEHIND, MIN_LOST = 128, 32
 MIN_MISSING = 64
 
 EXCERPT_CHARACTERS = 80
-
 MAX_ROLE_CHARACTERS = 64
-
 MAX_TOOL_BYTES = 32_768  # nobody looks into a longer one
-
 CLOSED_ROLES = ("system", "developer")  # what the application writes, the same for many requests
 
 # The salt comes last: it is named only if no other setting differs.
@@ -62,10 +57,7 @@ HEAD_KINDS: tuple[TextKind, ...] = (*CLOCK_KINDS, "uuid")
 # what to do about it. No cure is applied by itself: each one changes what the model reads.
 CHANGE_TEXT: dict[str, tuple[str, str]] = {
     "dates": ("a date", "Move the date behind the rules: to the end of the system prompt, or into a message."),
-    "times": (
-        "a time of day",
-        "Move the time behind the rules, into the last user message, or write the date alone.",
-    ),
+    "times": ("a time of day", "Move the time behind the rules, into the last user message, or write the date alone."),
     "uuid": ("an id", "Leave the id out of the prompt, or move it behind the rules, into a user message."),
     "number": ("a number", "Move the number behind the rules, into the last user message."),
     "token_counters": (
@@ -108,8 +100,6 @@ CHANGE_TEXT: dict[str, tuple[str, str]] = {
 
 
 class ContentPart(NamedTuple):
-    """A tool or a message of a request."""
-
     hash: int  # of it alone
     size: int  # bytes, roughly
 
@@ -199,9 +189,9 @@ class RememberedRequest:
 
     def text(self, index: int) -> str | None:
         """The tool as JSON, or the text of the message; None if there is none, or too much."""
-        if index < len(self.tools):
-            return _json(self.tools[index]) if self.parts[index].size <= MAX_TOOL_BYTES else None
-        return _whole_text(self.part(index))
+        if index >= len(self.tools):
+            return _whole_text(self.part(index))
+        return _json(self.tools[index]) if self.parts[index].size <= MAX_TOOL_BYTES else None
 
 
 class RequestMemory:
@@ -268,24 +258,21 @@ class RequestMemory:
         if before is None or before.prompt - shared < MIN_MISSING:
             return None
         yield from request.prepare()
-        roles, added = request.layout.chat.roles, range(before.messages, len(request.messages))
-        kind, index = "system_merged", 0
-        if request.layout.chat.path != MESSAGES or not any(roles[i] == "system" for i in added):
-            if not any(roles[i] == "user" for i in added):
-                return None
+        roles, kind, index = request.layout.chat.roles, "system_merged", 0
+        added = roles[before.messages :]
+        if request.layout.chat.path != MESSAGES or "system" not in added:
             # Templates drop the thinking of a loop once it is over, that is behind the user message that began it.
             start = next((i for i in range(before.messages - 1, -1, -1) if roles[i] == "user"), 0)
-            thought = next((i for i in range(start, before.messages) if _has_thinking(request.messages[i])), None)
-            if thought is None:
-                return None
-            kind, index = "thinking_history", thought
+            thoughts = (i for i in range(start, before.messages) if _has_thinking(request.messages[i]))
+            kind, index = "thinking_history", next(thoughts, -1) if "user" in added else -1
+        if index < 0:
+            return None
         # An engine that has forgotten the request before knows of nothing that both begin with.
         tools = len(request.tools)
         had = _bytes(request.parts[: tools + before.messages])
         if 2 * shared * had < _bytes(request.parts[tools : tools + max(index, 1)]) * before.prompt:
             return None
-        role = request.role(tools + index)
-        return PrefixChange("message", index, role, None, kind, shared, before.prompt - shared)
+        return PrefixChange("message", index, request.role(tools + index), None, kind, shared, before.prompt - shared)
 
     def _earlier(self, request: RememberedRequest) -> Iterator[RememberedRequest]:
         """Those that came before it, newest first. A client does not even learn that another's request is alike."""
@@ -300,9 +287,8 @@ class _Likeness:
     def __init__(self, new: RememberedRequest, old: RememberedRequest) -> None:
         self._new = new
         self._old = old
-        self._setting: str | None = None  # the first that differs
-        if new.settings != old.settings:
-            self._setting = next(name for name in SETTINGS if new.settings.get(name) != old.settings.get(name))
+        differing = (name for name in SETTINGS if new.settings.get(name) != old.settings.get(name))
+        self._setting = next(differing, None) if new.settings != old.settings else None  # the first that differs
         self._index = index = common_prefix(new.parts, old.parts)  # of the first parts that differ
         self._is_tool = index < max(len(new.tools), len(old.tools))
         self._position = index if self._is_tool else index - len(new.tools)
@@ -331,7 +317,7 @@ class _Likeness:
         """What both have behind their first difference."""
         if self._setting is not None:
             return self._both_begin
-        return self._alike + sum(part.size for part in self._new.parts[self._index :] if part.hash in self._theirs)
+        return self._alike + _bytes([part for part in self._new.parts[self._index :] if part.hash in self._theirs])
 
     @cached_property
     def _alike(self) -> int:
@@ -385,12 +371,14 @@ class _Likeness:
         if self._is_tool:
             if sorted(new.parts[: len(new.tools)]) == sorted(old.parts[: len(old.tools)]):
                 return "tools_sorted"
-            if self._is_comparable and _sorted(one) == _sorted(other):
+            if self._is_comparable and json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True):
                 return "tool_keys_sorted"
         else:
             roles = new.role(self._index), old.role(self._index)
-            if roles == ("assistant", "assistant") and _without_thinking(one) == _without_thinking(other):
-                return "thinking_history"
+            if roles == ("assistant", "assistant"):
+                said = [{name: part[name] for name in part if name not in THINKING} for part in (one, other)]
+                if said[0] == said[1]:
+                    return "thinking_history"
             if self._position and "system" in roles and roles[0] != roles[1]:
                 return "system_moved"
         return (yield from kind_of(*texts, self._at, now)) if (texts := self._texts) is not None else None
@@ -425,19 +413,9 @@ def _json(part: Any) -> str:
 def _excerpt(part: Any, characters: int | None) -> str | None:
     if part is None:
         return None
-    text = _whole_text(part)
-    if text is None:
-        text = _json(part)
+    text = _json(part) if (found := _whole_text(part)) is None else found
     start = max(0, (characters or 0) - EXCERPT_CHARACTERS // 2)
     return text[start : start + EXCERPT_CHARACTERS]
-
-
-def _sorted(tool: Any) -> str:
-    return json.dumps(tool, sort_keys=True)
-
-
-def _without_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name not in THINKING}
 
 
 def _has_thinking(message: Any) -> bool:

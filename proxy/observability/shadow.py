@@ -79,8 +79,6 @@ class AnsweredRequest(NamedTuple):
 
 
 class ReadPrompt(NamedTuple):
-    """What is known of an answered request's prompt."""
-
     found: Found  # its boundaries with their tokens
     remembered: RememberedRequest | None = None
     ids: Sequence[int] = ()  # token ids; none if it was not rendered
@@ -94,17 +92,16 @@ FindBoundaries = Callable[[Chat, Worker, int, int, str | None], Awaitable[ReadPr
 class _WorkerKnowledge:
     """What has been learnt of a worker since it was started, and what came before its cost was known."""
 
-    boot: str
-    hits_reported: int  # tokens of its cache's hits that are known to be some request's
+    boot: str | None = None
+    hits_reported: int = 0  # tokens of its cache's hits that are known to be some request's
     cost: CostLearner = field(default_factory=CostLearner)
     requests: int = 0  # that were judged
     computed: TokenWork = NOTHING  # of their prompts
-    lost: dict[tuple[str, str], TokenWork] = field(default_factory=dict)  # by model and reason
+    # By model and reason.
+    lost: defaultdict[tuple[str, str], TokenWork] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
 
 
 class Shadow(Part):
-    """Judges one answered request after the other."""
-
     name = "shadow"
 
     def __init__(
@@ -129,7 +126,7 @@ class Shadow(Part):
         self.held = 0  # bytes of requests that wait
         self._arrived = asyncio.Event()
         self._patience = 3 * settings.health_interval  # seconds to wait for a worker's next probe
-        self._known: dict[str, _WorkerKnowledge] = {}  # by worker
+        self._known = defaultdict[str, _WorkerKnowledge](_WorkerKnowledge)  # by worker
         self._unreported = 0  # requests judged whose answers did not say what was cached
         self.sums = RollingSums()  # what judged requests got, of that and what the plugin would have saved
         self._computed_tokens = 0
@@ -177,26 +174,20 @@ class Shadow(Part):
     def status(self) -> dict[str, Any]:
         """For `/seamark/status`; seconds are those of prefill, by the cost model of each worker."""
         costs = {name: known.cost.model for name, known in self._known.items()}
+        unpriced = sum(work.tokens for known in self._known.values() for work in known.lost.values())
         return {
             "watched_seconds": time.monotonic() - self._began,
             "requests": dict(self._results),
-            "lost": {
-                reason: {"tokens": tokens, "seconds": self._seconds[reason]} for reason, tokens in self._tokens.items()
-            },
+            "lost": {name: {"tokens": each, "seconds": self._seconds[name]} for name, each in self._tokens.items()},
             "plugin_would_save": self.would_save(),
-            "tokens_without_seconds": round(
-                sum(work.tokens for known in self._known.values() for work in known.lost.values())
-            ),
+            "tokens_without_seconds": round(unpriced),
             "cached_not_told": self._unreported,
             "waiting": len(self._waiting),
             "learnt": {name: cost._asdict() for name, cost in costs.items() if cost is not None},
         }
 
     def would_save(self) -> dict[str, Any]:
-        """What the plugin would have saved so far: tokens and, as far as these are known, seconds.
-
-        Beside it, what the same requests computed in all. Both seconds are 0 while no worker's cost is known.
-        """
+        """Of what judged requests computed, what the plugin would have saved; seconds are 0 while no cost is known."""
         return {
             "tokens": self._tokens[CURED],
             "seconds": self._seconds[CURED],
@@ -252,8 +243,7 @@ class Shadow(Part):
         for reason, (start, end) in lost.items():
             self._tokens[reason] += end - start
             self._metrics.shadow_lost_tokens.labels(request.model, reason).inc(end - start)
-            account = request.model, reason
-            known.lost[account] = known.lost.get(account, NOTHING) + TokenWork.between(start, end)
+            known.lost[request.model, reason] += TokenWork.between(start, end)
         self._price(known)
 
     async def _counted_since(self, request: AnsweredRequest) -> bool:
@@ -265,20 +255,18 @@ class Shadow(Part):
             await asyncio.sleep(POLL_SECONDS)
         return worker.boot == request.boot and worker.probed.metrics.hits is not None
 
-    def _hits_of(self, request: AnsweredRequest, found: Found, prompt: int | None) -> int:
+    def _hits_of(self, request: AnsweredRequest, found: Found, prompt: int) -> int:
         """The hits that this request can have had, tokens, among those of its worker that no answer has reported."""
         known, worker = self._knowledge_of(request.worker), request.worker
         hits = worker.probed.metrics.hits or 0
-        most = max(
-            _tokens(self._prefix_index.sent(found.prefixes, self._boots())),
-            _tokens(self._prefix_index.ever_sent(found.prefixes)),
-        )
+        index = self._prefix_index
+        most = max(_tokens(index.sent(found.prefixes, self._boots())), _tokens(index.ever_sent(found.prefixes)))
         taken = max(0, min(most, hits - known.hits_reported))
         known.hits_reported += taken
         if not worker.inflight and not any(other.worker is worker for other in self._waiting):
             # The rest belongs to others: several samples of one prompt, clients that left, or went past the gateway.
             known.hits_reported = max(known.hits_reported, hits)
-        if prompt is not None and request.seconds is not None:
+        if request.seconds is not None:
             known.cost.observe(prompt, taken, request.seconds, request.alone)
         self._unreported += 1
         return taken
@@ -310,10 +298,8 @@ class Shadow(Part):
         return lost
 
     def _knowledge_of(self, worker: Worker) -> _WorkerKnowledge:
-        known = self._known.get(worker.name)
-        if known is None:
-            known = self._known[worker.name] = _WorkerKnowledge(worker.boot, worker.probed.hits_before or 0)
-        elif known.boot != worker.boot:
+        known = self._known[worker.name]
+        if known.boot != worker.boot:
             known.boot, known.hits_reported, known.cost = worker.boot, worker.probed.hits_before or 0, CostLearner()
         return known
 
@@ -326,7 +312,8 @@ class Shadow(Part):
             self._seconds[reason] += cost.seconds(work)
             self._metrics.shadow_lost_seconds.labels(model, reason).inc(cost.seconds(work))
         self._prefill_seconds += known.requests * cost.floor_seconds + cost.seconds(known.computed)
-        known.lost, known.requests, known.computed = {}, 0, NOTHING
+        known.lost.clear()
+        known.requests, known.computed = 0, NOTHING
 
     def _count(self, result: str) -> None:
         self._results[result] += 1
@@ -356,17 +343,16 @@ class SharedTokens:
         `apart` is what else parts the caches: the worker's boot, the salt.
         """
         held = shared = 0
-        last = None
         hashes = list(self._hashes(apart, ids[:-1]))  # the last token is always computed
         for number, name in enumerate(hashes, 1):
             parted = self._prefixes.get(name)
             if parted is None:
                 break
-            shared, last = number, name
+            shared = number
             if parted:
                 held = number
-        if last is not None and shared * self._unit >= MIN_SHARED:
-            self._prefixes[last] = True
+        if shared * self._unit >= MIN_SHARED:
+            self._prefixes[hashes[shared - 1]] = True
         for name in hashes:
             self._prefixes.setdefault(name, False)
             self._prefixes.move_to_end(name)

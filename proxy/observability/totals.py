@@ -17,15 +17,10 @@ from proxy.fleet.worker_metrics import StepTimes
 from proxy.metrics import Metrics
 
 SLOT_SECONDS = 5
-
 SLOTS_OF_MINUTE = 60 // SLOT_SECONDS
-
 MINUTES = 60
-
 SLOTS = MINUTES * SLOTS_OF_MINUTE
-
 SLOTS_OF_PART = 10 * SLOTS_OF_MINUTE  # a part of the day: ten minutes
-
 PARTS = 144
 
 
@@ -59,26 +54,23 @@ class RollingSums:
         self._clock = clock
         self._slots: dict[int, Totals] = {}  # by number since the clock began, the oldest first
         self._parts: dict[int, Totals] = {}
-        self._whole = NONE
+        self.whole = NONE  # since the start
 
     def add(self, prompt: int, shareable: int, delivered: int, changed: int = 0) -> None:
         """One request has been answered; tokens, `shareable` in whole match units."""
         # What one request got in excess must not hide what another one missed.
         request = Totals(1, prompt, shareable, min(delivered, shareable), delivered, changed)
         slot = self._now()
-        self._whole = self._whole.plus(request)
+        self.whole = self.whole.plus(request)
         for sums, when, most in ((self._slots, slot, SLOTS), (self._parts, slot // SLOTS_OF_PART, PARTS)):
             sums[when] = sums.get(when, NONE).plus(request)
             if len(sums) > most:
                 del sums[next(iter(sums))]
 
-    def last_minute(self) -> Totals:
-        """The last 55 to 60 seconds."""
-        return self._last(SLOTS_OF_MINUTE)
-
-    def last_hour(self) -> Totals:
-        """The last hour, to five seconds."""
-        return self._last(SLOTS)
+    def last(self, slots: int) -> Totals:
+        """The last `slots`, the running one among them."""
+        now = self._now()
+        return reduce(Totals.plus, (sums for slot, sums in self._slots.items() if now - slots < slot <= now), NONE)
 
     def by_minute(self) -> list[Totals]:
         """The last hour's minutes, the running one at the end."""
@@ -91,13 +83,6 @@ class RollingSums:
     def by_ten_minutes(self) -> list[Totals]:
         """The last day's parts of ten minutes, the running one at the end."""
         return _newest(self._parts, self._now() // SLOTS_OF_PART, PARTS)
-
-    def since_start(self) -> Totals:
-        return self._whole
-
-    def _last(self, slots: int) -> Totals:
-        now = self._now()
-        return reduce(Totals.plus, (sums for slot, sums in self._slots.items() if now - slots < slot <= now), NONE)
 
     def _now(self) -> int:
         return int(self._clock()) // SLOT_SECONDS
@@ -157,10 +142,7 @@ class TimeSaved:
 
 
 class KeyUsage:
-    """What each API key has used since the start. One that is taken out of the keys file keeps it.
-
-    Keys are called by their names in that file, so nobody but the operator can add one.
-    """
+    """What each API key has used since the start, by its name in the keys file, also one that is there no more."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._requests, self._tokens = metrics.key_requests, metrics.key_tokens

@@ -35,7 +35,6 @@ logger = logging.getLogger("seamark.tracing")
 logging.getLogger("opentelemetry.exporter.otlp.proto.http.trace_exporter").setLevel(logging.CRITICAL)
 
 STOP_SECONDS = 5.0  # for the last spans, when the gateway stops
-
 HEADERS = frozenset({b"traceparent", b"tracestate"})
 
 Stage = tuple[str, float, float]  # name, begin and end by time.perf_counter()
@@ -50,9 +49,8 @@ class Tracing(Part):
         """`endpoint`: URL of a collector, its path included, that takes OTLP over HTTP."""
         named = Resource.create({"service.name": "seamark", "service.version": version()})
         self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()))
-        session = Session() if urlsplit(endpoint).hostname in LOOPBACK else None
-        if session is not None:
-            session.trust_env = False  # no proxy of the environment
+        session = Session()
+        session.trust_env = urlsplit(endpoint).hostname not in LOOPBACK  # else no proxy of the environment
         exporter = OTLPSpanExporter(endpoint, session=session)
         self._provider.add_span_processor(BatchSpanProcessor(_Counted(exporter, metrics)))
         self._tracer = self._provider.get_tracer("seamark", version())
@@ -65,12 +63,9 @@ class Tracing(Part):
         """
         found = [(name.decode(), value.decode("latin-1")) for name, value in headers if name in HEADERS]
         carrier = {name: [value for each, value in found if each == name] for name, _ in found}  # states may be several
-        span = self._tracer.start_span(
-            f"{method} {endpoint}",
-            self._propagator.extract(carrier),
-            SpanKind.SERVER,
-            {"http.request.method": method, "http.route": endpoint},
-        )
+        context = self._propagator.extract(carrier)
+        attributes = {"http.request.method": method, "http.route": endpoint}
+        span = self._tracer.start_span(f"{method} {endpoint}", context, SpanKind.SERVER, attributes)
         injected: dict[str, str] = {}
         self._propagator.inject(injected, set_span_in_context(span))
         headers[:] = [header for header in headers if header[0] not in HEADERS]
@@ -145,12 +140,11 @@ class _Counted(SpanExporter):
             result = SpanExportResult.FAILURE
         works = result is SpanExportResult.SUCCESS
         self._spans.labels("exported" if works else "lost").inc(len(spans))
-        if works != self._works:
-            self._works = works
-            if works:
-                logger.info("spans are taken")
-            else:
-                logger.warning("spans are not taken and are lost (setting otlp_traces_endpoint)")
+        if works and not self._works:
+            logger.info("spans are taken")
+        elif not works and self._works is not False:
+            logger.warning("spans are not taken and are lost (setting otlp_traces_endpoint)")
+        self._works = works
         return result
 
     def shutdown(self) -> None:

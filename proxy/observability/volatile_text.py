@@ -24,20 +24,15 @@ BEFORE, BEHIND = 200, 300
 LINE_CHARACTERS = 240
 
 GIT_BEFORE = 2000  # characters in which a git status has to say that it is one
-
 CLOCK_BEFORE = 60  # characters in which a text says that it speaks of today
 
 # Two texts are compared by so many pieces (characters), each sought within so far of where it should be.
 PIECES, PIECE, REACH = 16, 32, 1024
 
 _CLOCK = r"\d{1,2}:\d{2}(?::\d{2}(?:[.,]\d{1,9})?)?"  # a time of day
-
 _HALF = r"[AaPp]\.?[Mm]\b\.?"  # of a day, as clocks of twelve hours have it
-
 _NUMBER = r"(?<!\w)[+-]?[A-Za-z]{0,2}\d{1,24}(?:[.,_]\d{1,24}){0,8}"
-
 _PATH = r"(?:[A-Za-z]:|~|\.{1,2})?(?:[/\\][\w.@+%-]{1,64}){1,32}[/\\]?"
-
 _FOLDER = r"\b(?i:working director(?:y|ies)|cwd|pwd|current director(?:y|ies)|workspace(?: folder)?)\b"
 
 # In the order in which they are tried at one place. Dates are found before, by the numbers in a whole sentence.
@@ -52,7 +47,6 @@ _PATTERNS: dict[TextKind, str] = {
 }
 
 _WORDS = re.compile("|".join(f"(?P<{kind}>{pattern})" for kind, pattern in _PATTERNS.items()))
-
 _GIT = re.compile(r"(?i)\bgit.?status|\bcurrent branch\b|\brecent commits\b|^on branch |\buntracked files\b")
 
 _GIT_LINE = re.compile(
@@ -63,7 +57,6 @@ _GIT_LINE = re.compile(
 )
 
 _TODAY = re.compile(r"(?i)\b(?:today|now|date|time|datetime|timestamp|day|as of|current\w{0,8})\b")
-
 
 # A full stop ends a sentence only behind a long word: abbreviated days and months have one, too.
 _SENTENCE_END = re.compile(r"[\n。！？।]|[!?]\s|\.(?<=[^\W\d]{6}\.)\s")
@@ -85,11 +78,9 @@ _DAY_SECONDS = 86_400
 
 
 def kind_of(new: str, old: str, at: int, now: float) -> Steps[TextKind | None]:
-    """Of what kind the text is in which `new` and `old` differ first, at character `at`.
-
-    `now`: seconds since the epoch, to know a date by. None: it is no text that is known to change by itself.
-    """
-    if _says_git(new, at) and all(_GIT_LINE.match(_line_at(text, at)) for text in (new, old)):
+    """The kind of the text that differs first, at `at`; None: not known to change. `now`: seconds since the epoch."""
+    says_git = _GIT.search(new, max(0, at - GIT_BEFORE), at + BEHIND) is not None
+    if says_git and all(_GIT_LINE.match(_line_at(text, at)) for text in (new, old)):
         return "git_status"
     yield
     days = [_day_at(text, at, now) for text in (new, old)]
@@ -143,15 +134,12 @@ def _day_at(text: str, at: int, now: float) -> str | None:
             date = found["date"]
             if date is None or start + found.end() < at:
                 continue
-            if not _COPYRIGHT.search(sentence[: found.start()].rpartition("\n")[2]):
-                return _day(date)
+            if _COPYRIGHT.search(sentence[: found.start()].rpartition("\n")[2]):
+                continue
+            if not date.isdecimal():
+                return re.sub(_CLOCK, "", date)
+            return date[:8] if len(date) in (8, 12, 14) else str(int(date[:10]) // _DAY_SECONDS)
     return None
-
-
-def _day(date: str) -> str:
-    if date.isdecimal():
-        return date[:8] if len(date) in (8, 12, 14) else str(int(date[:10]) // _DAY_SECONDS)
-    return re.sub(_CLOCK, "", date)
 
 
 @lru_cache(maxsize=4)
@@ -192,10 +180,6 @@ def _word_at(text: str, at: int) -> re.Match[str] | None:
         if found.end() >= at:
             word = found
     return word
-
-
-def _says_git(text: str, at: int) -> bool:
-    return _GIT.search(text, max(0, at - GIT_BEFORE), at + BEHIND) is not None
 
 
 def _line_at(text: str, at: int) -> str:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -39,8 +39,7 @@ SILENT_SECONDS = 10.0  # a feed that failed is not read again before
 MAX_OUTCOMES = 8192  # kept for requests that nobody has asked about, per worker
 POLL_SECONDS = 2.0  # the worker tells its news for so long; stopping the worker may take as long
 READ_TIMEOUT = POLL_SECONDS + 2.0
-READS_PER_SECOND = 10.0  # on the average
-READS_AT_ONCE = 10.0  # before the average counts
+READS_PER_SECOND, READS_AT_ONCE = 10.0, 10.0  # on the average, and before that counts
 MOST_LINES = 256  # of one read; a worker tells ten in a second
 STEP_EVENTS = 4  # applied in one step; some microseconds each
 
@@ -101,24 +100,21 @@ class EngineEvents(Part):
         gateway_id: str = "",
         computed: Callable[[str, int, bool], None] = lambda *_: None,
     ) -> None:
-        """`learnt` is called with the key and the tokens of each boundary that an engine has resolved.
+        """`gateway_id`: what workers know this gateway's requests by, hexadecimal; they tell it what others have there.
 
-        `gateway_id`: what workers know this gateway's requests by, hexadecimal; they tell it what others have there.
-        `computed`: with an engine's name of a request, the tokens of its prompt that it has computed, and whether
-        these are all of its boundaries.
+        `learnt` is called with the key and the tokens of each boundary that an engine has resolved, `computed` with its
+        name of a request, the tokens of the prompt that it has computed, and whether all boundaries lie before.
         """
-        self._gateway_id = gateway_id
-        self._upstream = upstream
-        self._prefix_index = prefix_index
-        self._idle = idle
-        self._shelf = shelf
-        self._learnt = learnt
-        self._computed = computed
-        self._feeds: dict[str, _FeedReader] = {}
+        self._gateway_id, self._upstream = gateway_id, upstream
+        self._idle, self._shelf, self._computed = idle, shelf, computed
+        # By the worker's URL.
+        self._feeds = defaultdict[str, _FeedReader](
+            lambda: _FeedReader(HeldStates(prefix_index, learnt, self._computed))
+        )
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:
         """A request with these boundaries goes to a worker with the plugin: its engine will report on it."""
-        feed = self._feed(worker)
+        feed = self._feeds[worker.url]
         ahead = worker.engine.ahead if worker.engine is not None else 0
         feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
         self._ensure_reader(worker, feed)
@@ -129,8 +125,7 @@ class EngineEvents(Part):
             feed.held_states.refused(request_id)
 
     def left(self, worker: Worker, request_id: str) -> None:
-        feed = self._feeds.get(worker.url)
-        if feed is not None and feed.boot:
+        if (feed := self._feeds.get(worker.url)) is not None and feed.boot:
             feed.held_states.left(request_id)
 
     def fell_short(self, worker: Worker, prefixes: Sequence[bytes], left: Container[bytes], tokens: int) -> None:
@@ -141,7 +136,7 @@ class EngineEvents(Part):
 
     async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
         """What the engine says of a request that `worker` has answered; None if it says nothing."""
-        feed = self._feed(worker)
+        feed = self._feeds[worker.url]
         if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
             self._ensure_reader(worker, feed)
@@ -155,7 +150,7 @@ class EngineEvents(Part):
 
         That is what became of the wish; empty if the engine does not say.
         """
-        feed = self._feed(worker)
+        feed = self._feeds[worker.url]
         told = feed.pins[request_id] = asyncio.get_running_loop().create_future()
 
         async def fate() -> str:
@@ -174,7 +169,7 @@ class EngineEvents(Part):
         Also while it tries its drafts, though nothing is sent to it.
         """
         if change is Change.TRIES or (change is Change.GIVEN and worker.engine is not None):
-            self._ensure_reader(worker, self._feed(worker))
+            self._ensure_reader(worker, self._feeds[worker.url])
         feed = self._feeds.pop(worker.url, None) if change is Change.REMOVED else None
         if feed is not None and feed.reader is not None:
             feed.reader.cancel()
@@ -184,13 +179,6 @@ class EngineEvents(Part):
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-
-    def _feed(self, worker: Worker) -> _FeedReader:
-        feed = self._feeds.get(worker.url)
-        if feed is None:
-            states = HeldStates(self._prefix_index, self._learnt, self._computed)
-            feed = self._feeds[worker.url] = _FeedReader(states)
-        return feed
 
     def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:
@@ -229,7 +217,7 @@ class EngineEvents(Part):
             place["engine"] = worker.rank
         if feed.load is not None:
             place["load"] = f"{feed.load.requests}:{feed.load.prefill_tokens}"
-        url = f"{worker.reports_url}{PATH}?{urlencode(place)}"
+        url = f"{worker.probed.reports.url or worker.address}{PATH}?{urlencode(place)}"
         async with asyncio.timeout(READ_TIMEOUT):  # not `wait_for`: until Python 3.12 it can swallow a cancellation
             answer = await self._upstream.ask("GET", url, timeout=READ_TIMEOUT)
             try:
@@ -273,8 +261,7 @@ class EngineEvents(Part):
 
     def _tell(self, worker: Worker, feed: _FeedReader, events: Sequence[Event]) -> Steps[None]:
         """Tell of requests whoever waits for that, and of the cache all parts, each change once."""
-        changes: dict[tuple[Change, str], None] = {}
-        fates: dict[str, str] = {}
+        changes, fates = dict[tuple[Change, str], None](), dict[str, str]()
         is_lost = False
         for some in batched(events, STEP_EVENTS):
             for event in some:
@@ -305,6 +292,5 @@ class EngineEvents(Part):
 
 
 def _resolve(feed: _FeedReader, request_id: str) -> None:
-    reported = feed.waiting.get(request_id)
-    if reported is not None and not reported.done():
+    if (reported := feed.waiting.get(request_id)) is not None and not reported.done():
         reported.set_result(None)

@@ -19,11 +19,9 @@ MOST_BYTES, MOST_VALUES, MOST_EVENTS, MOST_EVENT_BYTES = 2**21, 2**18, 2**10, 2*
 
 MOST_NAME = 1024  # characters of a request's id, and of what names a state or a reason
 MOST_POSITIONS = 64  # of one request; its hint has fewer entries
-
 MOST_COUNT = 2**53
 
 ShortText = Annotated[str, Meta(max_length=MOST_NAME)]
-
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 
 
@@ -85,7 +83,6 @@ class FeedLine(msgspec.Struct):
 
 
 _decode_line = msgspec.json.Decoder(FeedLine).decode
-
 _decode_event: Callable[[bytes | msgspec.Raw], Event] = msgspec.json.Decoder(Event).decode
 
 

@@ -15,9 +15,7 @@ from proxy.routing.feed_lines import Admitted, Came, Cleared, Event, Gone
 from proxy.routing.prefix_index import PrefixIndex
 
 # Requests that the engine has not fully reported, and prefixes tied to a state; per worker, some 500 bytes each.
-MAX_PENDING = 8192
-
-MAX_TIED = 16_384
+MAX_PENDING, MAX_TIED = 8192, 16_384
 
 
 @dataclass
@@ -25,10 +23,10 @@ class _Pending:
     boot: str
     entries: tuple[Entry, ...]  # its hint
     boundaries: dict[bytes, Entry]  # what the hint says of each, by key
-    ahead: int = 0  # tokens past a state, up to which a request has to share
-    new: list[bytes] = field(default_factory=list)  # keys of those that were not held before
-    positions: dict[bytes, int] = field(default_factory=dict)  # of boundaries not yet tied or given up, by key
-    placed: set[bytes] = field(default_factory=set)  # keys of all that have or had a position
+    ahead: int  # tokens past a state, up to which a request has to share
+    new: list[bytes]  # keys of those that were not held before
+    positions: dict[bytes, int]  # of boundaries not yet tied or given up, by key
+    placed: set[bytes]  # keys of all that have or had a position
     states: dict[int, str] = field(default_factory=dict)  # names of those reported so far, by position
 
 
@@ -48,14 +46,8 @@ class HeldStates:
         learnt: Callable[[bytes, int], None],
         computed: Callable[[str, int, bool], None] = lambda *_: None,
     ) -> None:
-        """`learnt` is called with the key and the tokens of each boundary that the engine has resolved.
-
-        `computed`, as the engine goes through a prompt, with the request's identity, the tokens that are done, and
-        whether all of its boundaries lie before.
-        """
-        self._prefix_index = prefix_index
-        self._learnt = learnt
-        self._computed = computed
+        """`learnt` and `computed`: as of `EngineEvents`."""
+        self._prefix_index, self._learnt, self._computed = prefix_index, learnt, computed
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
         self._states: OrderedDict[str, _HeldState] = OrderedDict()
         self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
@@ -63,23 +55,19 @@ class HeldStates:
     def sent(
         self, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry], boot: str, ahead: int = 0
     ) -> None:
-        """A request goes to the worker with the hint `entries`.
+        """A request goes to the worker with the hint `entries`; its boundaries are about to be recorded in the index.
 
-        Its boundaries are about to be recorded in the prefix index. `ahead`: tokens past a state, up to which a request
-        has to share to find it.
+        `ahead`: tokens past a state, up to which a request has to share to find it.
         """
         if not boundaries or not entries:
             return
         new = [boundary.key for boundary in boundaries if not self._prefix_index.holds(boundary.key, boot)]
-        said: dict[bytes, Entry] = {}
-        for boundary in boundaries:
-            entry = boundary.entry if boundary.entry in entries else boundary.tokens
-            if entry:
-                said[boundary.key] = entry
-        pending = self._pending[request_id] = _Pending(boot, tuple(entries), said, ahead, new)
+        said = {
+            each.key: entry for each in boundaries if (entry := each.entry if each.entry in entries else each.tokens)
+        }
         # An engine that takes positions only resolves nothing: what was sent is where it looks.
-        pending.positions = {key: entry for key, entry in said.items() if isinstance(entry, int) and entry > 0}
-        pending.placed.update(pending.positions)
+        places = {key: entry for key, entry in said.items() if isinstance(entry, int) and entry > 0}
+        self._pending[request_id] = _Pending(boot, tuple(entries), said, ahead, new, places, set(places))
         self._pending.move_to_end(request_id)
         if len(self._pending) > MAX_PENDING:
             _, oldest = self._pending.popitem(last=False)
@@ -87,8 +75,7 @@ class HeldStates:
 
     def _resolved(self, request_id: str, positions: Sequence[int]) -> None:
         """The engine has resolved the request's hint to these positions, in its order; 0 for what is not there."""
-        pending = self._pending.get(request_id)
-        if pending is None:
+        if (pending := self._pending.get(request_id)) is None:
             return
         found = resolved_positions(pending.entries, positions)
         pending.positions = {key: found[entry] for key, entry in pending.boundaries.items() if entry in found}
@@ -100,14 +87,12 @@ class HeldStates:
 
     def refused(self, request_id: str) -> None:
         """The worker has not computed the request: what was new in it is not held."""
-        pending = self._pending.pop(request_id, None)
-        if pending is not None:
+        if (pending := self._pending.pop(request_id, None)) is not None:
             self._not_held(pending.new, pending.boot)
 
     def left(self, request_id: str) -> None:
         """Its client has left: the request counts as not computed until the engine reports it."""
-        pending = self._pending.get(request_id)
-        if pending is not None:
+        if (pending := self._pending.get(request_id)) is not None:
             self._not_held(pending.new, pending.boot)
 
     def apply(self, event: Event, boot: str) -> None:
@@ -149,8 +134,7 @@ class HeldStates:
                 later[key] = tokens
                 continue
             usable = (position for position in pending.states if position + pending.ahead <= tokens)
-            deepest = max(usable, default=0)
-            if deepest:
+            if deepest := max(usable, default=0):
                 self._tie(key, deepest, pending.states[deepest], pending.boot)
             else:
                 self._not_held((key,), pending.boot)
@@ -182,8 +166,7 @@ class HeldStates:
         self._prefix_index.forget((key for key in keys if key not in self._tied), boot)
 
     def _evicted(self, name: str) -> None:
-        state = self._states.pop(name, None)
-        if state is not None:
+        if (state := self._states.pop(name, None)) is not None:
             for key in state.keys:
                 self._tied.pop(key, None)
             self._prefix_index.forget(state.keys, state.boot)

@@ -27,12 +27,9 @@ SHARED_PRICE = 2
 # and held twice, for a lead that is soon gone. So a lead of up to LEAD_TOKENS (six passes of vLLM's 8,192 tokens) is
 # borne at a higher price for each token. On replayed chats that keeps 1 to 3 of 100 hits more and the last first tokens
 # where they were; 65,536 tokens keep still more, but then agents' last first tokens come later.
-LEAD_TOKENS = 49_152
+LEAD_TOKENS, LEAD_PRICE = 49_152, 16
 
-LEAD_PRICE = 16
-
-# So many of the lengths that workers hold are weighed, the longest first: of more than these none is worth the time.
-MOST_LENGTHS = 8
+MOST_LENGTHS = 8  # that workers hold are weighed, the longest first: none of the others is worth the time
 
 # Where other gateways send to the same workers, what they sent in the last milliseconds is not known yet, and all would
 # give their next requests to the one idlest worker. So workers that are so much busier than it (half of a pass of
@@ -92,7 +89,8 @@ def choose(
         if near := [pair for pair in by_length[length] if pair[1] <= most + slack]:
             break
     is_named = isinstance(affinity_key, str)
-    unseen = 0 if is_named and waits else _unseen(workers)
+    is_shared = not (is_named and waits) and any(worker.others.requests for worker in workers)
+    unseen = UNSEEN_TOKENS if is_shared else 0
     if not near:
         most = least + (slack if is_named and waits else unseen)
         near = [pair for pair in zip(workers, loads, strict=True) if pair[1] <= most]
@@ -104,11 +102,6 @@ def choose(
     # Equally idle ones in turn: that spreads new prefixes.
     idle = min(work for _, work in near) + unseen
     return min(near, key=lambda pair: (max(idle, pair[1]), pair[0].dispatched))[0]
-
-
-def _unseen(workers: Sequence[Worker]) -> int:
-    """Tokens that other gateways may have sent a worker since they were last heard of."""
-    return UNSEEN_TOKENS if any(worker.others.requests for worker in workers) else 0
 
 
 def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:

@@ -15,9 +15,7 @@ from prometheus_client import Counter
 from proxy.boundaries.boundary import Boundary, Entry
 
 # For one prefix with its first worker, and for each further worker; measured, rounded up.
-ENTRY_BYTES = 500
-
-HOLDER_BYTES = 100
+ENTRY_BYTES, HOLDER_BYTES = 500, 100
 
 
 class Holding(NamedTuple):
@@ -53,9 +51,7 @@ class PrefixIndex:
 
     def __init__(self, size: int, evictions: Counter | None = None) -> None:
         """`size` in bytes; `evictions` counts the prefixes that had to go for others."""
-        self._size = size
-        self._evictions = evictions
-        self._bytes = 0
+        self._size, self._evictions, self._bytes = size, evictions, 0
         self._prefixes: OrderedDict[bytes, Prefix] = OrderedDict()
         # Called with what this gateway learns by itself; on a request's path, so they may do no more than an append.
         self.on_held: Callable[[bytes, int, str], None] | None = None
@@ -93,8 +89,7 @@ class PrefixIndex:
                 self._evictions.inc()
 
     def set_length(self, key: bytes, tokens: int) -> None:
-        prefix = self._prefixes.get(key)
-        if prefix is not None and tokens > 0:
+        if (prefix := self._prefixes.get(key)) is not None and tokens > 0:
             prefix.tell(tokens)
 
     def set_held(self, key: bytes, boot: str, tokens: int) -> None:
@@ -106,10 +101,7 @@ class PrefixIndex:
                 self.on_held(key, tokens, boot)
 
     def forget(self, keys: Iterable[bytes], boot: str, *, remote: bool = False) -> None:
-        """`boot` holds nothing of these prefixes any more; that they were sent is remembered.
-
-        `remote`: another gateway reports that.
-        """
+        """`boot` holds nothing of these prefixes any more, as its engine or another gateway (`remote`) says."""
         keys = [key for key in keys if self.holds(key, boot)]
         for key in keys:
             self.set_held(key, boot, 0)
@@ -130,8 +122,7 @@ class PrefixIndex:
         for key in reversed(prefixes):
             if len(found) == len(boots):
                 break
-            prefix = self._prefixes.get(key)
-            if prefix is None:
+            if (prefix := self._prefixes.get(key)) is None:
                 continue
             for boot, tokens in prefix.held.items():
                 if tokens and boot not in found and boot in boots:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from prometheus_client import Histogram
@@ -19,14 +20,12 @@ from proxy.http.auth import ApiKey
 S = TypeVar("S")
 
 
+@dataclass(slots=True, eq=False)
 class _Waiter:
-    __slots__ = ("future", "key", "take", "wants")
-
-    def __init__(self, key: ApiKey | None, wants: Hashable, take: Callable[[], object | None]) -> None:
-        self.key = key
-        self.wants = wants
-        self.take = take
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    key: ApiKey | None
+    wants: Hashable
+    take: Callable[[], object | None]
+    future: asyncio.Future[Any]
 
 
 class AdmissionQueue:
@@ -34,9 +33,7 @@ class AdmissionQueue:
 
     def __init__(self, most: int, timeout: float, seconds: Histogram) -> None:
         """At most `most` requests wait, each `timeout` seconds; `seconds` observes how long they did."""
-        self._most = most
-        self._timeout = timeout
-        self._seconds = seconds
+        self._most, self._timeout, self._seconds = most, timeout, seconds
         self._queue: dict[_Waiter, None] = {}  # in order of arrival
 
     def __len__(self) -> int:
@@ -60,7 +57,7 @@ class AdmissionQueue:
         if self._is_next(key, wants) and (slot := take()) is not None:
             return slot
         self._refuse_if_full(key)
-        waiter = _Waiter(key, wants, take)
+        waiter = _Waiter(key, wants, take, asyncio.get_running_loop().create_future())
         self._queue[waiter] = None
         if key is not None:
             key.queued += 1
@@ -102,9 +99,8 @@ class AdmissionQueue:
 
     def _is_next(self, key: ApiKey | None, wants: Hashable) -> bool:
         """Whether no request for the same slots could go first: one that waits for its key's own limit could not."""
-        if not self._queue:
-            return _may_go(key)
-        return _may_go(key) and not any(waiter.wants == wants and _may_go(waiter.key) for waiter in self._queue)
+        queue = self._queue
+        return _may_go(key) and not (queue and any(each.wants == wants and _may_go(each.key) for each in queue))
 
     def _refuse_if_full(self, key: ApiKey | None) -> None:
         if key is not None and key.queued >= key.entry.max_queued:

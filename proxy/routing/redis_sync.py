@@ -16,10 +16,11 @@ import re
 import secrets
 import struct
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from cachetools import FIFOCache, TTLCache
 from redis.asyncio import Redis
 from redis.asyncio.connection import DefaultParser
 from redis.asyncio.retry import Retry
@@ -37,58 +38,35 @@ from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.redis")
 
-CONNECT_SECONDS = 0.1
-
-ANSWER_SECONDS = 0.05
+CONNECT_SECONDS, ANSWER_SECONDS = 0.1, 0.05
 
 # Between two exchanges: if everything is read, and if there is more to read or write than one exchange takes.
-INTERVAL_SECONDS = 0.05
-
-CATCH_UP_SECONDS = 0.005
+INTERVAL_SECONDS, CATCH_UP_SECONDS = 0.05, 0.005
 
 # After so many errors in a row Redis counts as down, and is tried again every `RETRY_SECONDS`.
-ERRORS_TO_DOWN = 3
+ERRORS_TO_DOWN, RETRY_SECONDS = 3, 2.0
 
-RETRY_SECONDS = 2.0
-
-# Entries of one stream; Redis keeps about a hundred more. At most 1.4 kB each.
-STREAM_ENTRIES = 2048
-
-# Of Redis, that one stream takes at most; measured, rounded up.
-STREAM_BYTES = 3.5 * 2**20
+STREAM_ENTRIES = 2048  # of one stream, at most 1.4 kB each; Redis keeps about a hundred more
+STREAM_BYTES = 3.5 * 2**20  # of Redis, that one stream takes at most; measured, rounded up
+STREAM_SECONDS = 6 * 3600  # without entries until it expires
 
 # Every gateway reads what every other writes. Beyond so many that write, each writes less often, and more in one entry.
 GATEWAYS_AT_ONCE = 4
-
-# A gateway counts as one that writes for so long after its last entry.
-WRITER_SECONDS = 60.0
-
+WRITER_SECONDS = 60.0  # since its last entry, for which a gateway counts as one that writes
 MOST_WRITERS = 1024  # that are counted
-STREAM_SECONDS = 6 * 3600  # without entries until it expires
 
 # In one exchange, over all workers' streams, and as many of positions, to which all gateways write. The event loop
 # waits while one reply is parsed.
-READ_ENTRIES = 32
+READ_ENTRIES, WRITE_RECORDS = 32, 256
 
-WRITE_RECORDS = 256
-
-# Events that wait to be written; the oldest are dropped while Redis is away.
-WAITING_EVENTS = 10_000
+WAITING_EVENTS = 10_000  # to be written; the oldest are dropped while Redis is away
 
 # A record is not written again for this long. It is repeated after that if it is in use, because streams are trimmed.
-REPEAT_SECONDS = 60.0
+REPEAT_SECONDS, WRITTEN_LATELY = 60.0, 20_000
 
-WRITTEN_LATELY = 20_000
-
-KEY_BYTES = 16
-
-WRITER_BYTES = 8
-
-# In one batch: applying it stays far below a millisecond.
-MAX_RECORDS = 64
-
-# A longer prompt than any engine takes is garbage.
-MAX_TOKENS = 2**24
+KEY_BYTES, WRITER_BYTES = 16, 8
+MAX_RECORDS = 64  # in one batch: applying it stays far below a millisecond
+MAX_TOKENS = 2**24  # a longer prompt than any engine takes is garbage
 
 # Kinds of records: two of prefixes, one of responses, one of the positions of boundaries.
 HELD, GONE, KEPT, PLACED = 1, 2, 3, 4
@@ -217,17 +195,18 @@ class RedisSync(Part):
             metrics.redis_news.labels(fate) for fate in ("sent", "heard", "dropped", "refused")
         )
         self._up.set(0)
-        self.state = "connecting"  # or "up", "down"
-        self._failures = 0  # since Redis last answered
+        self.state, self._failures = "connecting", 0  # or "up", "down"; since Redis last answered
         self._waiting: deque[tuple[str | None, Sequence[StreamRecord]]] = deque(maxlen=WAITING_EVENTS)
         self._outgoing: dict[bytes, list[StreamRecord]] = {}  # by stream; not known to be written
-        self._written: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
         self._cursors: dict[bytes, bytes] = {}  # by stream, the last entry that was read
-        self._writers: dict[bytes, float] = {}  # other gateways, and when (time.monotonic()) each was last heard
+        self._writers: TTLCache[bytes, None] = TTLCache(MOST_WRITERS, WRITER_SECONDS, time.monotonic)  # other gateways
         self._next_write = 0.0  # time.monotonic()
         self._start_over()
-        prefix_index.on_held, prefix_index.on_forget, positions.on_put = self._held, self._forgot, self._put
-        stored.on_kept = self._kept
+        # On the path of requests: no more than an append.
+        prefix_index.on_held = lambda key, tokens, boot: self._append(boot, ((HELD, key, tokens),))
+        prefix_index.on_forget = self._forgot
+        positions.on_put = lambda key, tokens: self._append(None, ((PLACED, key, tokens),))
+        stored.on_kept = lambda name, boot: self._append(boot, ((KEPT, name, 0),))
 
     async def run(self) -> None:
         """Exchange records, for ever. No failure ends it."""
@@ -250,34 +229,22 @@ class RedisSync(Part):
     def status(self) -> dict[str, Any]:
         return {"state": self.state, "waiting": len(self._waiting), "streams_read": len(self._cursors)}
 
-    # On the path of requests: no more than an append.
-
-    def _held(self, key: bytes, tokens: int, boot: str) -> None:
-        self._append((boot, ((HELD, key, tokens),)))
-
     def _forgot(self, keys: Sequence[bytes], boot: str) -> None:
         for start in range(0, len(keys), MAX_RECORDS):
-            self._append((boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]]))
+            self._append(boot, [(GONE, key, 0) for key in keys[start : start + MAX_RECORDS]])
 
-    def _kept(self, name: bytes, boot: str) -> None:
-        self._append((boot, ((KEPT, name, 0),)))
-
-    def _put(self, key: bytes, tokens: int) -> None:
-        self._append((None, ((PLACED, key, tokens),)))
-
-    def _append(self, event: tuple[str | None, Sequence[StreamRecord]]) -> None:
+    def _append(self, boot: str | None, event: Sequence[StreamRecord]) -> None:
         if len(self._waiting) == WAITING_EVENTS:
             self._dropped.inc()
-        self._waiting.append(event)
-
-    # In the background.
+        self._waiting.append((boot, event))
 
     async def _exchange(self) -> bool:
         """Write what waits and read what is new, in one round trip. Returns whether there is more of either."""
         now = time.monotonic()
         if now >= self._next_write or len(self._waiting) >= WRITE_RECORDS:
             self._take()
-            self._next_write = now + self._write_seconds(now)
+            # All gateways together write no more entries than a few would.
+            self._next_write = now + INTERVAL_SECONDS * max(1.0, (1 + len(self._writers)) / GATEWAYS_AT_ONCE)
         streams = {POSITIONS_STREAM: None, **{holdings_stream(boot): boot for boot in self._boots()}}
         self._cursors = {stream: self._cursors.get(stream, b"0") for stream in streams}
         cursors: dict[Any, Any] = dict(self._cursors)
@@ -313,43 +280,30 @@ class RedisSync(Part):
             self._cursors[stream] = number
             yield
 
-    def _write_seconds(self, now: float) -> float:
-        """Between two writes: so long that all gateways together write no more entries than a few would."""
-        self._writers = {writer: heard for writer, heard in self._writers.items() if now - heard < WRITER_SECONDS}
-        return INTERVAL_SECONDS * max(1.0, (1 + len(self._writers)) / GATEWAYS_AT_ONCE)
-
     def _take(self) -> None:
         """Sort waiting events by stream, as many as one exchange takes."""
         taken = sum(map(len, self._outgoing.values()))
-        now = time.monotonic()
         while self._waiting and taken < WRITE_RECORDS:
             boot, event = self._waiting.popleft()
             stream = POSITIONS_STREAM if boot is None else holdings_stream(boot)
-            records = event if boot is None else self._not_repeated(stream, event, now)
+            records = event if boot is None else self._not_repeated(stream, event)
             # Others would refuse the whole batch, and what no record can hold would keep all later ones from going out.
             if records := [record for record in records if record[-1] <= MAX_TOKENS]:
                 self._outgoing.setdefault(stream, []).extend(records)
                 taken += len(records)
 
-    def _not_repeated(self, stream: bytes, event: Sequence[StreamRecord], now: float) -> Iterable[StreamRecord]:
+    def _not_repeated(self, stream: bytes, event: Sequence[StreamRecord]) -> Iterable[StreamRecord]:
         """Records about a worker, without those of prefixes it holds that were written lately."""
+        now = time.monotonic()
         for record in event:
             kind, key, _ = record
             if kind == GONE:
                 self._written.pop((stream, key), None)
-            elif kind == HELD and not self._is_new(stream, key, now):
-                continue
+            elif kind == HELD:
+                if now - self._written.get((stream, key), -REPEAT_SECONDS) < REPEAT_SECONDS:
+                    continue
+                self._written[stream, key] = now
             yield record
-
-    def _is_new(self, stream: bytes, key: bytes, now: float) -> bool:
-        """Whether this was not written lately; from now on it was."""
-        if now - self._written.get((stream, key), -REPEAT_SECONDS) < REPEAT_SECONDS:
-            return False
-        self._written[stream, key] = now
-        self._written.move_to_end((stream, key))
-        if len(self._written) > WRITTEN_LATELY:
-            self._written.popitem(last=False)
-        return True
 
     def _apply(self, boot: str | None, raw: bytes) -> None:
         """Put another gateway's batch into the tables."""
@@ -359,8 +313,7 @@ class RedisSync(Part):
             return
         if batch.writer == self._writer:
             return
-        if batch.writer in self._writers or len(self._writers) < MOST_WRITERS:
-            self._writers[batch.writer] = time.monotonic()
+        self._writers[batch.writer] = None
         for kind, key, tokens in batch.records:
             if boot is None:
                 self._positions.put_remote(key, tokens)
@@ -379,7 +332,7 @@ class RedisSync(Part):
         """
         self._writer = secrets.token_bytes(WRITER_BYTES)
         self._cursors.clear()
-        self._written.clear()
+        self._written: FIFOCache[tuple[bytes, bytes], float] = FIFOCache(WRITTEN_LATELY)  # when, by stream and key
 
     def _answered(self) -> None:
         self._failures = 0

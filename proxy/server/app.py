@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, RedirectResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Metric, generate_latest
 from starlette.exceptions import HTTPException
 
 from proxy.chat.chat import OUTSIDE_V1
@@ -21,7 +22,7 @@ from proxy.fleet.pool import no_worker
 from proxy.fleet.probe import MODELS
 from proxy.fleet.worker import Worker
 from proxy.http import asgi, auth
-from proxy.observability.exposition import exposition, merged
+from proxy.idle_work import Steps
 from proxy.pipeline.error_responses import error_body, error_headers, send_error
 from proxy.pipeline.gateway import Gateway
 from proxy.pipeline.handler import ANY_SITE
@@ -29,9 +30,7 @@ from proxy.pipeline.pinned_prompts import NOT_RELEASED
 from proxy.server import status as pages
 
 HEALTH = "/health"
-
 _PAGES = frozenset({HEALTH, MODELS, "/ready", "/metrics"})
-
 API, _TWICE = "/v1", "/v1/v1/"
 
 # First parts of paths under `API`. Clients ask for them without it, or with it twice, if their base_url is wrong.
@@ -111,10 +110,7 @@ def _no_such_path(path: str, pages_only: bool) -> str:
 
 
 def build(gateway: Gateway, *, pages_only: bool = False) -> App:
-    """The application that clients reach; `gateway` runs from its start-up to its end.
-
-    `pages_only`: the gateway's own pages alone, for an address of their own; they do not start or stop `gateway`.
-    """
+    """The application that clients reach, which runs `gateway`; `pages_only`: its pages at an address of their own."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -150,7 +146,7 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
     @app.get("/metrics")
     async def metrics() -> Response:
         await gateway.idle.caught_up()
-        shown = await gateway.idle.finish(exposition(gateway.metrics.registry))
+        shown = await gateway.idle.finish(exposition_of(gateway.metrics.registry))
         if gateway.settings.sidecar:  # an endpoint picker looks for vLLM's figures here
             shown = merged(await gateway.pool.exposition(gateway.pool.workers[0]), shown.decode()).encode()
         return Response(shown, media_type=CONTENT_TYPE_LATEST)
@@ -277,3 +273,56 @@ def _plain_json(value: Any, status: int = HTTPStatus.OK) -> Response:
 def error_response(error: GatewayError, path: str = "") -> Response:
     """The error in the envelope of the API that `path` belongs to: OpenAI's, or Anthropic's."""
     return Response(error_body(error, path), error.status, error_headers(error))
+
+
+_NAMED = re.compile(r"# (?:HELP|TYPE) (\S+)")
+
+
+class _One(NamedTuple):
+    """A registry of one family."""
+
+    family: Metric
+
+    def collect(self) -> Iterable[Metric]:
+        return (self.family,)
+
+
+def exposition_of(registry: CollectorRegistry) -> Steps[bytes]:
+    """All families of a registry as text, one in each step: a thousand series take milliseconds."""
+    parts = []
+    for family in registry.collect():
+        parts.append(generate_latest(_One(family)))
+        yield
+    return b"".join(parts)
+
+
+def merged(first: str, second: str) -> str:
+    """Both, each family once, as the format demands. A series that both have is the one of `first`."""
+    families = _families(first)
+    for name, lines in _families(second).items():
+        known = families.setdefault(name, lines)
+        if known is not lines:
+            taken = {_series(line) for line in known}
+            known += [line for line in lines if not line.startswith("#") and _series(line) not in taken]
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
+
+
+def _families(text: str) -> dict[str, list[str]]:
+    """Lines by the family under whose `# HELP` or `# TYPE` they stand."""
+    families: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if (named := _NAMED.match(line)) is not None:
+            lines = families.setdefault(named[1], [])
+        elif line.startswith("#") or not line.strip():  # a comment, or OpenMetrics' end
+            continue
+        elif not families:  # a sample without a family
+            lines = families.setdefault("", [])
+        lines.append(line)
+    return families
+
+
+def _series(line: str) -> str:
+    """Name and labels of a sample: all before its value, and before a time behind that."""
+    end = line.rfind("}") + 1
+    return line[:end] if end else line.split(" ", 1)[0]

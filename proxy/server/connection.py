@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, MutableMapping
 from http import HTTPStatus
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import httptools
@@ -21,6 +21,7 @@ from proxy.errors import GatewayError, HeadTooLarge, InvalidHttp, TooSlow
 from proxy.http import asgi
 from proxy.pipeline.error_responses import error_headers
 from proxy.server.process_limits import SPARE
+from proxy.settings import Settings
 
 # Requests on one connection that wait for the answer to the one before.
 MAX_PIPELINED = 8
@@ -33,19 +34,7 @@ LINGER_SECONDS = 5.0
 UPGRADES = frozenset((b"upgrade", b"http2-settings"))
 
 
-class Bounds(NamedTuple):
-    """What a client may take."""
-
-    head_bytes: int  # of a request's target and headers
-    head_seconds: float  # from its first byte to the end of the head; of the first one, from the connection's beginning
-    idle_seconds: float  # from the end of an answer to the first byte of the next head
-    send_seconds: float  # without taking a byte of what is to be sent
-    connections: int  # of all clients; the newest of more may ask for pages only
-
-
 class ConnectionState(ServerState):
-    """What all connections of a server share."""
-
     is_stopping = False  # answers end their connections, so that clients go elsewhere
 
 
@@ -139,7 +128,9 @@ class _Transport:
 class Connection(HttpToolsProtocol):
     """One client. Its refusals come in the envelope that clients expect."""
 
-    bounds: Bounds  # of the server's class, see `bounded`
+    # Of the server's class, see `bounded`.
+    settings: Settings
+    connection_limit: int  # of all clients; the newest of more may ask for pages only
     server_state: ConnectionState
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -161,8 +152,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         super().connection_made(transport)
-        self._is_crowded = len(self.connections) > self.bounds.connections
-        if len(self.connections) > self.bounds.connections + SPARE:
+        self._is_crowded = len(self.connections) > self.connection_limit
+        if len(self.connections) > self.connection_limit + SPARE:
             transport.write(_CROWDED)
             transport.close()
 
@@ -178,12 +169,12 @@ class Connection(HttpToolsProtocol):
         self._head += len(name) + len(value) + 4
         if self._in_head:
             super().on_header(name, value)
-        elif self._head > self.bounds.head_bytes:  # trailers, which the gateway drops
+        elif self._head > self.settings.max_header_bytes:  # trailers, which the gateway drops
             raise ValueError("trailers too large")
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        if self._head > self.bounds.head_bytes:
+        if self._head > self.settings.max_header_bytes:
             raise ValueError("head too large")  # the parser stops, and uvicorn refuses the request
         if len(self.pipeline) >= MAX_PIPELINED:
             raise ValueError("too many requests behind each other")
@@ -197,25 +188,22 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._in_body = True
         request = _Request(self.cycle)
-        self.scope["extensions"] = {
-            asgi.ON_DISCONNECT: request.on_disconnect,  # type: ignore[dict-item]  # any value, by ASGI
-            asgi.BODY_STATE: request.body_state,  # type: ignore[dict-item]
-        }
+        extensions: dict[str, Any] = {asgi.ON_DISCONNECT: request.on_disconnect, asgi.BODY_STATE: request.body_state}
+        self.scope["extensions"] = extensions
         if self._wants_websocket:
-            self.scope["extensions"][asgi.WANTS_WEBSOCKET] = {}
+            extensions[asgi.WANTS_WEBSOCKET] = {}
             self._wants_websocket = False
         if self._is_crowded:
-            self.scope["extensions"][asgi.IS_CROWDED] = {}
+            extensions[asgi.IS_CROWDED] = {}
+        if self._is_crowded or self.server_state.is_stopping:
             self.cycle.keep_alive = False
         self._requests.append(request)
         if self.scope["method"] != "HEAD":
             transport = _Transport(self.transport)
             self.cycle.transport = transport  # type: ignore[assignment]  # all that it uses
-            self.scope["extensions"][asgi.HOLD_HEAD] = transport.hold_head  # type: ignore[assignment]
+            extensions[asgi.HOLD_HEAD] = transport.hold_head
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
-        if self.server_state.is_stopping:
-            self.cycle.keep_alive = False
         self.flow.resume_reading()  # uvicorn pauses behind a request, and would not see the client leave
 
     def head_without_upgrade(self) -> bytes:
@@ -264,7 +252,7 @@ class Connection(HttpToolsProtocol):
         self._unfinished = self._unfinished + len(data) if self._in_head else 0
         if self.transport.is_closing():
             return
-        if self._unfinished > self.bounds.head_bytes:
+        if self._unfinished > self.settings.max_header_bytes:
             self._head = self._unfinished
             self.send_400_response("")
 
@@ -281,26 +269,21 @@ class Connection(HttpToolsProtocol):
         is_over = self.transport.is_closing() or not self._is_busy  # then nothing more is written
         if unsent == 0 or unsent < self._unsent or not (self.flow.write_paused or is_over):
             self._taken_at = now
-        elif now - self._taken_at > self.bounds.send_seconds:
+        elif now - self._taken_at > self.settings.send_timeout:
             self.transport.abort()
         self._unsent = unsent
         if is_over and not self.transport.is_closing():
-            free, allowed = now - self._free_since, self.bounds.head_seconds
+            free, allowed = now - self._free_since, self.settings.client_timeout
             if self._is_idle:
-                is_crowded = len(self.connections) * 4 > self.bounds.connections * 3
-                allowed = min(self.bounds.idle_seconds, LINGER_SECONDS if is_crowded else inf)
-            if self._in_body and free > LINGER_SECONDS:
-                self.transport.close()
+                is_crowded = len(self.connections) * 4 > self.connection_limit * 3
+                allowed = min(self.settings.keepalive_timeout, LINGER_SECONDS if is_crowded else inf)
+            elif self._in_body:
+                allowed = min(allowed, LINGER_SECONDS)
+            if free > allowed and self._in_head and self._unfinished:
+                text = f"The request's head was not complete within {self.settings.client_timeout:g} seconds"
+                self._refuse(TooSlow(f"{text} (setting client_timeout)."))
             elif free > allowed:
-                self._give_up()
-
-    def _give_up(self) -> None:
-        """No whole head has come in time."""
-        if self._in_head and self._unfinished:
-            text = f"The request's head was not complete within {self.bounds.head_seconds:g} seconds"
-            self._refuse(TooSlow(f"{text} (setting client_timeout)."))
-        else:
-            self.transport.close()
+                self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self._is_busy:
@@ -312,8 +295,8 @@ class Connection(HttpToolsProtocol):
                 self.cycle.message_event.set()
         elif self._in_body:  # its request has been answered
             self.transport.close()
-        elif self._head > self.bounds.head_bytes:
-            limit = self.bounds.head_bytes
+        elif self._head > self.settings.max_header_bytes:
+            limit = self.settings.max_header_bytes
             text = f"The request's target and headers are larger than {limit} bytes (setting max_header_bytes)."
             self._refuse(HeadTooLarge(text))
         else:
@@ -324,9 +307,8 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-def bounded(bounds: Bounds) -> type[Connection]:
-    """The connections of a server with these bounds."""
-    return type("BoundedConnection", (Connection,), {"bounds": bounds})
+def bounded(settings: Settings, connections: int) -> type[Connection]:
+    return type("BoundedConnection", (Connection,), {"settings": settings, "connection_limit": connections})
 
 
 def _unchunked(cycle: RequestResponseCycle) -> asgi.Send:

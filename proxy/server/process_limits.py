@@ -76,10 +76,8 @@ def room() -> int | None:
     if address_space != resource.RLIM_INFINITY:
         limits.append(address_space - size - RESERVED_BYTES)
     for path in GROUP_LIMITS:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it says "max"
             limits.append(int(path.read_text()) - resident - LOADED_BYTES)
-        except (OSError, ValueError):  # there is none, or it says "max"
-            continue
     return max(0, min(limits)) if limits else None
 
 

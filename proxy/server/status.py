@@ -9,6 +9,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,24 +17,22 @@ from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
-from proxy.observability.totals import Totals
+from proxy.observability.totals import SLOTS, SLOTS_OF_MINUTE, Totals
 
 if TYPE_CHECKING:
     from proxy.fleet.self_check import SelfCheck
     from proxy.pipeline.gateway import Gateway
 
 MOST_REQUESTS = 50
-
 HOUR = 3600.0  # seconds
-
 CHECKED = ("checked", "differs", "hints_off", "cache_off")  # figures of the self-check
+OF_WORKER = ("url", "name", "up", "why_down", "refused", "warming", "boot", "inflight", "prefill_tokens")
 
 # Of what prompts have in common with earlier ones: from this part on it is no hit that is worth a headline, but a loss.
 CHANGING = 0.1
 
 
 def _of_both(gateway: Gateway) -> dict[str, Any]:
-    """What both pages show."""
     check = gateway.self_check
     is_checked = bool(gateway.settings.self_check_interval)
     return {
@@ -49,7 +48,6 @@ def _of_both(gateway: Gateway) -> dict[str, Any]:
 
 
 def status(gateway: Gateway) -> dict[str, Any]:
-    """For `/seamark/status`."""
     prefill_workers = gateway.prefill_pool.workers if gateway.prefill_pool is not None else ()
     return {
         **_of_both(gateway),
@@ -66,7 +64,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
     """The gateway as it is now; lengths in tokens, times in seconds, `now`, `since` and `began` since the epoch."""
     pool, shadow_mode = gateway.pool.workers, gateway.settings.shadow
     sums = gateway.shadow.sums if shadow_mode else gateway.accounting.sums
-    minute, hour, whole = sums.last_minute(), sums.last_hour(), sums.since_start()
+    minute, hour = sums.last(SLOTS_OF_MINUTE), sums.last(SLOTS)
     time_saved = gateway.accounting.time_saved()
     newest = gateway.accounting.explanations.newest(MOST_REQUESTS)
     return {
@@ -84,7 +82,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "changing": changing(hour, newest),
         "shadow_mode": shadow_mode,
         "shadow": gateway.shadow.would_save() if gateway.shadow.judged else None,
-        "sums": {name: sums._asdict() for name, sums in (("minute", minute), ("hour", hour), ("whole", whole))},
+        "sums": {"minute": minute._asdict(), "hour": hour._asdict(), "whole": sums.whole._asdict()},
         "efficiency": {
             "now": minute.efficiency,
             "hour": hour.efficiency,
@@ -108,11 +106,8 @@ def changing(hour: Totals, newest: Sequence[Explanation]) -> dict[str, Any] | No
     if not hour.changed or hour.changed < CHANGING * common:
         return None
     lost: Counter[tuple[str | None, str | None]] = Counter()
-    for request in newest:
-        change = request.changed
-        if change is None or request.began < time.time() - HOUR:
-            continue
-        if (change["what"], change["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
+    for change in (request.changed for request in newest if request.began >= time.time() - HOUR):
+        if change and (change["what"], change["role"]) != ("setting", "cache_salt"):  # kept apart on purpose
             lost[change["text"], change["cure"]] += change["lost"]
     text, cure = max(lost, key=lost.__getitem__, default=(None, None))
     return {"lost": hour.changed, "common": common, "text": text, "cure": cure}
@@ -122,17 +117,9 @@ def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
     """One worker, for both pages; `templates` by model: what is known of its chat template by now."""
     facts = gateway.facts
     return {
-        "url": worker.url,
-        "name": worker.name,
-        "up": worker.up,
-        "why_down": worker.why_down,
+        **{name: getattr(worker, name) for name in OF_WORKER},
         "asleep": worker.is_asleep,
-        "refused": worker.refused,
         "breaker": "open" if worker.breaker.is_open else "closed",
-        "warming": worker.warming,
-        "boot": worker.boot,
-        "inflight": worker.inflight,
-        "prefill_tokens": worker.prefill_tokens,
         "others": worker.others._asdict(),
         "frontend": worker.probed.frontend._asdict(),
         "reports": {"url": worker.probed.reports.url, "why_not": worker.probed.reports.why_not},
@@ -148,25 +135,19 @@ def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
 
 def drafts_status(worker: Worker) -> dict[str, str] | None:
     """Whether hints are in use beside a worker's drafts, and how far its trial is; None if it does not draft."""
-    if not (state := worker.draft_state):
-        return None
-    return {"state": state, "trial": worker.trial_figures}
+    return {"state": worker.draft_state, "trial": worker.trial_figures} if worker.draft_state else None
 
 
 def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
     """Which facts of a template are learnt under its default setting, and which it does not determine."""
     if facts is None:
         return {"learnt": False, "known": [], "unknown": []}
-    known = {f"end of a {role} turn": facts.end(role) is not None for role in get_args(Role)}
-    for place in get_args(OpenerPlace):
-        for tools in (False, True):
-            if tools or place not in ("tool", "results"):  # without tools there are none
-                known[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools) is not None
-    return {
-        "learnt": True,
-        "known": [name for name, is_known in known.items() if is_known],
-        "unknown": [name for name, is_known in known.items() if not is_known],
-    }
+    found: dict[str, object] = {f"end of a {role} turn": facts.end(role) for role in get_args(Role)}
+    for place, tools in product(get_args(OpenerPlace), (False, True)):
+        if tools or place not in ("tool", "results"):  # without tools there are none
+            found[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools)
+    unknown = [name for name, fact in found.items() if fact is None]
+    return {"learnt": True, "known": [name for name in found if name not in unknown], "unknown": unknown}
 
 
 def redis_status(gateway: Gateway) -> dict[str, Any]:
@@ -196,31 +177,26 @@ def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
     sentences = [f"Worker {worker.name} gets no hints: {worker.refused}." for worker in up if worker.refused]
-    sentences += [_on_trial(worker) for worker in up if worker.draft_state == TRIAL]
-    sentences += [
-        f"What the engine of worker {worker.name} reports cannot be read: {why_not}."
-        for worker in up
-        if (why_not := worker.probed.reports.why_not)
-    ]
+    for worker in up:
+        if worker.draft_state == TRIAL:
+            so_far = f" ({worker.trial_figures})" if worker.trial_figures else ""
+            sentences.append(f"Worker {worker.name} drafts: hints are off until its trial is over{so_far}.")
+    unread = ((worker.name, why_not) for worker in up if (why_not := worker.probed.reports.why_not))
+    sentences += [f"What the engine of worker {name} reports cannot be read: {why_not}." for name, why_not in unread]
     sentences += [
         f"Workers differ in the tokens they take for {model} (max_model_len): what is too long for one goes to another."
         for model in gateway.pool.uneven_models()
     ]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
-        sentences += [
-            f"Worker {worker.name} drafts: what the plugin would save is counted as with hints beside that, which it "
-            "gives once they have stood a trial at each start."
-            for worker in up
-            if worker.drafts
-        ]
+        counted = "what the plugin would save is counted as with hints beside that"
+        drafting = f"drafts: {counted}, which it gives once they have stood a trial at each start"
+        sentences += [f"Worker {worker.name} {drafting}." for worker in up if worker.drafts]
     else:
-        sentences += [
-            f"Worker {worker.name} runs without Seamark's plugin: `seamark doctor --worker {worker.address}` says what "
-            "to do."
-            for worker in up
-            if worker.engine is None and not worker.refused
-        ]
+        for worker in up:
+            if worker.engine is None and not worker.refused:
+                cure = f"`seamark doctor --worker {worker.address}` says what to do"
+                sentences.append(f"Worker {worker.name} runs without Seamark's plugin: {cure}.")
     check = gateway.self_check
     if check.hints_off and not check.differs:
         sentences.append(_measures(check))
@@ -233,11 +209,6 @@ def _measures(check: SelfCheck) -> str:
     if check.cache_off:
         return "Hints are off and nothing is taken from the cache."
     return "Hints are off." if check.hints_off else "Hints are still on."
-
-
-def _on_trial(worker: Worker) -> str:
-    so_far = worker.trial_figures
-    return f"Worker {worker.name} drafts: hints are off until its trial is over{f' ({so_far})' if so_far else ''}."
 
 
 # One file with its script and style inside. It holds no data, so it needs no key: a browser that opens an address

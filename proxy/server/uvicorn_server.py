@@ -25,7 +25,7 @@ from proxy.fleet.probe import gateway_id, version_in
 from proxy.http import auth
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build
-from proxy.server.connection import Bounds, ConnectionState, bounded
+from proxy.server.connection import ConnectionState, bounded
 from proxy.server.process_limits import most_connections
 from proxy.settings import Settings
 from proxy.version import version
@@ -33,15 +33,11 @@ from proxy.version import version
 logger = logging.getLogger("seamark.gateway")
 
 ANSWER_SECONDS = 1.0  # that what holds a port has to say what it is
-
 _LISTENING = "0A"  # in /proc/net/tcp and /proc/net/tcp6
-
 CHECK_SECONDS = 1.0  # between two looks at all connections; bounds below four times that are looked after more often
 
 
 class _StoppableServer(uvicorn.Server):
-    """Looks after its clients."""
-
     def __init__(self, config: uvicorn.Config, settings: Settings) -> None:
         super().__init__(config)
         self.server_state: ConnectionState = ConnectionState()
@@ -173,10 +169,7 @@ def bound(setting: str, host: str, port: int) -> list[socket.socket]:
 
 
 def holder_of(host: str, port: int) -> str:
-    """What holds a port: "process 4242 (seamark), a Seamark gateway"; empty if nothing can be told.
-
-    Usually it is the gateway that a new one is to replace, or the worker itself.
-    """
+    """What holds a port, as "process 4242 (seamark), a Seamark gateway"; empty if nothing can be told."""
     return ", ".join(filter(None, (_process_at(port), _server_at(host, port))))
 
 
@@ -185,8 +178,7 @@ def _process_at(port: int) -> str:
     names: set[str] = set()
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-                _, local, _, state, *rest = line.split()
+            for _, local, _, state, *rest in map(str.split, Path("/proc/net", table).read_text().splitlines()[1:]):
                 if state == _LISTENING and int(local.rpartition(":")[2], 16) == port:
                     names.add(f"socket:[{rest[5]}]")
     for link in Path("/proc").glob("[0-9]*/fd/*") if names else ():
@@ -223,33 +215,25 @@ def server_for(settings: Settings, log_config: dict[str, Any]) -> uvicorn.Server
     app = build(Gateway(settings))
     if settings.admin_port is not None:
         _serve_pages(app, settings, log_config, settings.admin_port)
-    most = most_connections(settings.max_connections)
-    config = _config(app, log_config, settings.host, settings.port, settings.drain_timeout, most)
+    place = dict[str, Any](host=settings.host, port=settings.port, timeout_graceful_shutdown=settings.drain_timeout)
+    config = _config(app, log_config, most_connections(settings.max_connections), **place)
     return GatewayServer(config, settings, app.gateway)
 
 
-def _config(
-    app: App, log_config: dict[str, Any], host: str, port: int, drain: float, most: int = sys.maxsize, **options: Any
-) -> uvicorn.Config:
-    """`drain`: seconds to finish requests; `most`: connections."""
+def _config(app: App, log_config: dict[str, Any], connections: int = sys.maxsize, **options: Any) -> uvicorn.Config:
     settings = app.gateway.settings
-    # uvicorn declares both as int and takes a float.
-    options["timeout_graceful_shutdown"], options["timeout_keep_alive"] = drain, settings.keepalive_timeout
-    patience = settings.client_timeout, settings.keepalive_timeout, settings.send_timeout
-    bounds = Bounds(settings.max_header_bytes, *patience, most)
     # /metrics counts requests; a line in the log for each would cost more than forwarding it.
     # The worker's Date and Server travel on, so the gateway must not add its own.
     return uvicorn.Config(
         app,
-        host=host,
-        port=port,
-        http=bounded(bounds),
+        http=bounded(settings, connections),
         ws="none",
         proxy_headers=False,  # nothing needs to know where a client comes from
         log_config=log_config,
         access_log=False,
         server_header=False,
         date_header=False,
+        timeout_keep_alive=settings.keepalive_timeout,  # type: ignore[arg-type]  # declared as int, and taken as float
         **options,
     )
 
@@ -261,8 +245,8 @@ def _serve_pages(app: App, settings: Settings, log_config: dict[str, Any], port:
     @contextlib.asynccontextmanager
     async def lifespan(app: App) -> AsyncIterator[None]:
         pages = build(app.gateway, pages_only=True)
-        config = _config(pages, log_config, settings.admin_host, port, 1.0, lifespan="off")
-        side = _SideServer(config, settings)
+        place = dict[str, Any](host=settings.admin_host, port=port, timeout_graceful_shutdown=1.0, lifespan="off")
+        side = _SideServer(_config(pages, log_config, **place), settings)
         async with started(app):
             serving = asyncio.create_task(side.serve(sockets))
             try:

@@ -16,8 +16,7 @@ import pytest
 
 from engine_patches.gpu_check import command
 from engine_patches.gpu_check.judge import OK
-from engine_patches.gpu_check.lanes import lanes_of
-from engine_patches.gpu_check.questions import DEFECTS, FAR, FIRST, RESEND
+from engine_patches.gpu_check.lanes import DEFECTS, FAR, FIRST, RESEND, lanes_of
 from engine_patches.gpu_check.runner import Engines, ProcessEnd
 
 pytestmark = pytest.mark.thorough

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from proxy.bench.harness.servers import Server, Servers
-from proxy.commands import boundary, doctor, setup
+from proxy.commands import boundary, doctor
 from proxy.commands.render_server import free_port
 from proxy.fleet.pool import MOST_CAUSES
 from proxy.observability import reasons
@@ -366,10 +364,7 @@ def test_what_the_doctor_prints(evil: RecordingWorker, capsys, way):
     assert is_clean(printed) and r"why\x1b[2J" in printed and "serves m" in printed
 
 
-def test_what_setup_and_boundary_print(evil: RecordingWorker, tmp_path, capsys):
-    with redirect_stdout(io.StringIO()) as printed:
-        assert setup._found(setup.running([int(evil.url.rpartition(":")[2])]), "") == (evil.url,)
-    assert printed.getvalue() == f"Found: {evil.url} serves m\n"
+def test_what_boundary_prints(evil: RecordingWorker, tmp_path, capsys):
     request = tmp_path / "chat.json"
     request.write_text('{"model": "another", "messages": [{"role": "user", "content": "x"}]}')
     assert boundary.main(["--worker", evil.url, str(request)]) == 2

@@ -72,7 +72,8 @@ def _in_code(collector: Any) -> Family:
 
 
 _OF_GATEWAY = [each for each in vars(Metrics()).values() if hasattr(each, "_labelnames")]
-_OF_ENGINE = [families().info, *families().counters.values(), *families().gauges.values(), header_fields.counted()]
+_INFO, _COUNTERS, _GAUGES = families()
+_OF_ENGINE = [_INFO, *_COUNTERS.values(), *_GAUGES.values(), header_fields.counted()]
 
 GATEWAY, ENGINE = set(map(_in_code, _OF_GATEWAY)), set(map(_in_code, _OF_ENGINE))
 

@@ -29,7 +29,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from engine_patches.disk import connector, files
 from engine_patches.disk.connector import StateScheduler
 from engine_patches.disk.files import SUFFIX, StateFiles
-from engine_patches.disk.flags import ALL, transfer_flags
+from engine_patches.kv_connectors import ALL, transfer_flags
 from tests.harness import damaged_files, engine_plugins
 from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import Core

@@ -1,6 +1,6 @@
 """What the documents say of settings and reasons, written from the code: `python -m tests.harness.documented`.
 
-That is three tables in proxy/README.md, the gateway's settings in deploy/.env.example, and their names in
+That is two tables in proxy/README.md, the gateway's settings in deploy/.env.example, and their names in
 deploy/compose.yaml. A new one is written behind that which stands before it in the code.
 """
 
@@ -55,15 +55,11 @@ LIMITS: tuple[tuple[str, tuple[type[GatewayError], ...], str], ...] = (
 )
 
 
-def limits() -> str:
-    """One row for each limit: what a client gets."""
-    rows = []
-    for setting, refusals, instead in LIMITS:
-        told = " or ".join(f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in refusals)
-        retry = f"`Retry-After` {refusals[-1].retry_after}" if told and refusals[-1].retry_after else ""
-        default = shown(Settings.model_fields[setting].get_default())
-        rows.append(f"| `{setting}` | {default} | {'; '.join(filter(None, (told, retry, instead)))} |")
-    return "\n".join(["| setting | default | when it is met |", "|---|---|---|", *rows, ""])
+def when_met(refusals: tuple[type[GatewayError], ...], instead: str) -> str:
+    """What a client gets."""
+    told = " or ".join(f"{error.status} `{error.code}`" if error.code else f"{error.status}" for error in refusals)
+    retry = f"`Retry-After` {refusals[-1].retry_after}" if told and refusals[-1].retry_after else ""
+    return "; ".join(filter(None, (told, retry, instead)))
 
 
 def shown(default: Any) -> str:
@@ -81,9 +77,11 @@ def described(setting: str) -> str:
 
 
 def settings() -> str:
-    """One row for each setting, in the order of the code."""
+    """One row for each setting, in the order of the code, with what a client gets when a limit is met."""
+    met = {setting: f". *When met:* {when_met(refusals, instead)}" for setting, refusals, instead in LIMITS}
     rows = [
-        f"| `{name}` | {shown(field.get_default())} | {described(name).replace('|', chr(92) + '|')} |"
+        f"| `{name}` | {shown(field.get_default())} "
+        f"| {described(name).replace('|', chr(92) + '|')}{met.get(name, '')} |"
         for name, field in Settings.model_fields.items()
     ]
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows, ""])
@@ -97,11 +95,7 @@ def reasons() -> str:
 
 def with_tables(text: str) -> str:
     """The document with the tables of the code."""
-    written = (
-        (reasons, "proxy/observability/reasons.py"),
-        (settings, "proxy/settings.py"),
-        (limits, "tests/harness/documented.py"),
-    )
+    written = ((reasons, "proxy/observability/reasons.py"), (settings, "proxy/settings.py"))
     for made, source in written:
         begin = f"<!-- {made.__name__}: `python -m tests.harness.documented` writes this table from {source} -->\n"
         before, _, rest = text.partition(begin)

@@ -253,14 +253,14 @@ def _run(engine: Engine, model: str, oracle: Oracle) -> dict[str, Any]:
 def _prepare(engine: Engine, delta: bool, oracle: Oracle) -> None:
     """Put stand-ins and defects into this process before its engine is made. `delta`: of gated delta nets."""
     from engine_patches.families import MAMBA2
-    from tests.harness import async_scheduling, draft_defects, draft_kernels, float32_delta, gpu_choices
+    from tests.harness import draft_defects, draft_kernels, engine_plugins, float32_delta, gpu_choices
 
     if delta:
         float32_delta.register()
     parts = set(draft_kernels.ALL)
     if engine.v2:
         gpu_choices.take_runner_v2(MAMBA2)
-        async_scheduling.register()
+        engine_plugins.async_scheduling()
         parts.discard(draft_kernels.COPIES)  # its own are kernels of Triton's
     draft_kernels.install(parts)
     if engine.window is not None:
@@ -296,11 +296,7 @@ def _poison(runner: Any) -> None:
 
 
 def main(model: str, engines: str) -> None:
-    os.environ |= {
-        "VLLM_PLUGINS": "seamark",
-        **CPU_PROCESS,
-        "VLLM_CPU_CI_ENV": "1",
-    }
+    os.environ |= {"VLLM_PLUGINS": "seamark", **CPU_PROCESS, "VLLM_CPU_CI_ENV": "1"}
     if os.environ.get("TRITON_INTERPRET"):
         triton_interpreter.admit_triton()
     import torch

@@ -1,4 +1,4 @@
-"""Small draft heads for the generated nemotron_h, with random weights, one for each kind that vLLM can draft with.
+"""Small draft heads for the generated models, with random weights, one for each kind that vLLM can draft with.
 
 A head that nobody trained is hardly ever right. What it proposes depends on its rows all the same, if its attention
 weighs: so queries and keys are drawn wide.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from proxy.bench.harness.servers import CACHE
+from engine_patches.commands.model import WEIGHT_STD
+from proxy.bench.harness.servers import CACHE, NEMOTRON_H, generated_model
 
 DFLASH, MIXED, DFLASH2, DSPARK, EAGLE3 = "dflash", "dflash-mixed", "dflash2", "dspark", "eagle3"
 
@@ -49,16 +52,72 @@ def speculation(kind: str, window: int = WINDOW) -> dict[str, Any]:
 
 
 def head(kind: str, window: int = WINDOW) -> Path:
-    """The folder of a head, generated again whenever this module has changed."""
-    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
-    folder = CACHE / f"head-{kind}-{window}-{version}"
+    """The folder of a head of its own."""
+    return _made(f"head-{kind}-{window}", partial(_write, kind=kind, window=window))
+
+
+def mtp_model(family: str = NEMOTRON_H) -> Path:
+    """The folder of the generated model of `family`, with a head for multi-token prediction."""
+    model = generated_model(print, family)
+    return _made(f"{model.name}-mtp", partial(_add_mtp, model))
+
+
+def _made(name: str, write: Callable[[Path], None]) -> Path:
+    """A folder of this name, written again whenever this module has changed."""
+    folder = CACHE / f"{name}-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]}"
     if not folder.exists():
         CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="head-") as being_made:
-            _write(Path(being_made, "h"), kind, window)
+            write(Path(being_made, "h"))
             with contextlib.suppress(OSError):  # another process was faster
                 Path(being_made, "h").rename(folder)
     return folder.resolve()
+
+
+def _add_mtp(model: Path, out: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, out)
+    file, generator = out / "model.safetensors", torch.Generator().manual_seed(1)
+    weights, config = load_file(str(file)), json.loads((out / "config.json").read_text())
+    is_mamba, dtype = config["model_type"] == NEMOTRON_H, next(iter(weights.values())).dtype
+    for name, shape in (_nemotron_h_mtp(config) if is_mamba else _qwen3_next_mtp(config, weights)).items():
+        drawn = torch.full(shape, float(is_mamba))  # of a norm: Qwen3-Next adds one
+        drawn = drawn.normal_(0.0, WEIGHT_STD, generator=generator) if len(shape) > 1 else drawn
+        weights[f"mtp.{name}.weight"] = drawn.to(dtype)
+    save_file(weights, str(file), metadata={"format": "pt"})
+    config |= {"num_nextn_predict_layers": 1} | ({"mtp_layers_block_type": ["full_attention"]} if is_mamba else {})
+    (out / "config.json").write_text(json.dumps(config))
+
+
+def _nemotron_h_mtp(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of one attention layer, by vLLM's names."""
+    hidden = config["hidden_size"]
+    mixer = {f"mixer.{name}": shape for name, shape in _attention(config).items()}
+    norms = dict.fromkeys(("enorm", "hnorm", "norm", "final_layernorm"), (hidden,))
+    return {f"layers.0.{name}": shape for name, shape in {"eh_proj": (hidden, 2 * hidden), **mixer, **norms}.items()}
+
+
+def _qwen3_next_mtp(config: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The same. vLLM takes the head's layer, which has experts, for the model's first one."""
+    hidden, norm, first = config["hidden_size"], (config["head_dim"],), "model.layers.0."
+    attention = {**_attention(config, gates=True), "q_norm": norm, "k_norm": norm}
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding", "layers.0.input_layernorm")
+    experts = {name.removesuffix(".weight"): each for name, each in weights.items() if name.startswith(f"{first}mlp.")}
+    return {
+        "fc": (hidden, 2 * hidden),
+        **{f"layers.0.self_attn.{name}": shape for name, shape in attention.items()},
+        **dict.fromkeys((*norms, "layers.0.post_attention_layernorm"), (hidden,)),
+        **{f"layers.0.{name.removeprefix(first)}": tuple(each.shape) for name, each in experts.items()},
+    }
+
+
+def _attention(config: Mapping[str, Any], gates: bool = False) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
+    queries, keys = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
+    rows = {"q_proj": queries * (1 + gates), "k_proj": keys, "v_proj": keys}
+    return {**{name: (many, hidden) for name, many in rows.items()}, "o_proj": (hidden, queries)}
 
 
 def _write(out: Path, kind: str, window: int) -> None:

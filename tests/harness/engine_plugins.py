@@ -62,14 +62,14 @@ def eager_stages() -> None:
 
 def loads_always_pay() -> None:
     """Let everything be loaded from disk that can be, however busy the machine."""
-    from engine_patches.disk.load_cost import LoadCost
+    from engine_patches.disk.files import LoadCost
 
     LoadCost.pays = lambda self, num_bytes, prefill_seconds: True
 
 
 def every_other_load_pays() -> None:
     """Let one load be declined, the next one made, and so on."""
-    from engine_patches.disk.load_cost import LoadCost
+    from engine_patches.disk.files import LoadCost
 
     pays = itertools.cycle((False, True))
     LoadCost.pays = lambda self, num_bytes, prefill_seconds: next(pays)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from engine_patches.trial import turns
+from engine_patches.trial import own_requests
 from tests.harness import draft_defects, draft_kernels
 from tests.harness.draft_oracle import DRAFTS, replace_on_v1
 
@@ -29,7 +29,7 @@ def register() -> None:
     """The plugin."""
     draft_kernels.install()
     if os.environ.get(SOON):
-        turns.OVERDUE_SECONDS = turns.REST_BESIDE = 0.0
+        own_requests.OVERDUE_SECONDS = own_requests.REST_BESIDE = 0.0
     fault = os.environ.get(VARIABLE, "")
     _remember(drafts_behind_hits=fault != ROWS_LOST)
     if fault and fault != ROWS_LOST:

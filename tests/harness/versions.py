@@ -25,6 +25,7 @@ from typing import Any
 
 from proxy.bench.harness.servers import CACHE, generated_model
 from tests.harness import draft_cores
+from tests.harness.draft_heads import mtp_model
 from tests.harness.situation_table import differences
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +174,7 @@ def main(versions: list[str]) -> int:
     cores += [{"stages": 2}, {**tight, "stages": 2}, {**tight, "stages": 3, "overlap": True}]
     cores += [{"context_ranks": 2, "stages": 2}, {**tight, "context_ranks": 4}, {**cut, "context_ranks": 2}]
     cores += [{**tight, "context_ranks": 2, "kv_events": "units"}]
-    drafting_model = str(generated_model(print, mtp=True))
+    drafting_model = str(mtp_model())
     wanted: dict[str, Any] = {"seeds": [1], "chats": 40, "answers": draft_cores.ANSWERS, "shared": draft_cores.SHARED}
     wrong = False
     for version in versions:

@@ -15,6 +15,7 @@ from tests.harness import draft_cores, flags_parser, recipes, versions
 from tests.harness.draft_answers import differences, hits, owed
 from tests.harness.draft_cores import ANSWERS, SHARED
 from tests.harness.draft_engines import Engine, wanted
+from tests.harness.draft_heads import mtp_model
 from tests.harness.recipe_models import MODELS
 from tests.harness.recipes import INSTALLED, NEWEST, ROOT, Recipe, Said
 from tests.harness.scheduler_process import audit, run_apart
@@ -114,7 +115,7 @@ CORES = cores()
 @pytest.mark.parametrize("name", CORES)
 def test_with_the_recipes_cache_groups_every_key_leads_to_what_it_promises(name, version, share):
     asked = {"seeds": [1], "chats": 40, "cores": CORES[name][share], "answers": ANSWERS, "shared": SHARED}
-    model = generated_model(print, mtp=name == "draft")
+    model = mtp_model() if name == "draft" else generated_model(print)
     if version == INSTALLED:
         found = audit(name, model, **asked)
     else:
@@ -187,7 +188,7 @@ def answered(family: str, version: str) -> Mapping[str, Any]:
     """What the family's engines answer, by name; each has a process of its own."""
     engines = [RIGHT, *(each.engine for each in ENGINES if each.family == family)]
     source = None if version == INSTALLED else engine_of(version)
-    found = run_apart("draft_engines", str(generated_model(print, family, mtp=True)), wanted(*engines), source=source)
+    found = run_apart("draft_engines", str(mtp_model(family)), wanted(*engines), source=source)
     return {engine.name: each for engine, each in zip(engines, found, strict=True)}
 
 

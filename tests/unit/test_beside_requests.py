@@ -25,13 +25,13 @@ from proxy.fleet.worker import Worker
 from proxy.idle_work import LULL_SECONDS, IdleWork, Steps, within
 from proxy.metrics import Metrics
 from proxy.observability import request_diff, volatile_text
-from proxy.observability.exposition import exposition
 from proxy.observability.request_diff import MAX_REQUESTS, RememberedRequest, RequestMemory
 from proxy.pipeline.gateway import Gateway
 from proxy.routing.engine_events import STEP_EVENTS, EngineEvents, _FeedReader
 from proxy.routing.feed_lines import read_line
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
+from proxy.server.app import exposition_of
 from proxy.settings import Settings
 from tests.harness.probed import probed
 from tests.harness.steps import finished
@@ -188,8 +188,8 @@ def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):
 def test_metrics_are_written_a_family_at_a_time():
     gateway = Gateway(Settings(worker=("http://w",)))
     families = list(gateway.metrics.registry.collect())
-    assert sum(1 for _ in exposition(gateway.metrics.registry)) >= len(families) > 20
-    text = finished(exposition(gateway.metrics.registry))
+    assert sum(1 for _ in exposition_of(gateway.metrics.registry)) >= len(families) > 20
+    text = finished(exposition_of(gateway.metrics.registry))
     assert all(f"# HELP {family.name}".encode() in text for family in families)
 
 

@@ -95,7 +95,7 @@ def test_commands_that_a_document_names_are_there(document):
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
-PATHS = ("The path of one chat request", "The path of one boundary")
+WAYS = ("The way of a body", "The way of a state")
 
 
 def section(heading: str) -> str:
@@ -121,10 +121,23 @@ def definitions(file: str) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("step", [step for heading in PATHS for step in steps(heading)])
-def test_each_step_is_in_the_named_function(step):
-    for file, names in re.findall(r"(\S+\.py)((?: (?!\S+\.py)\S+)*)", step):
-        assert names and set(names.split()) <= definitions(file)
+def imports(file: str) -> set[str]:
+    """Files that a file imports, or a name of."""
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return {f"{module.replace('.', '/')}.py" for module in found if module}
+
+
+@pytest.mark.parametrize("heading", WAYS)
+def test_a_way_is_twelve_files_with_what_they_name_and_each_leads_to_the_next_by_an_import(heading):
+    files: list[str] = []
+    for file, *names in (step.split() for step in steps(heading)):
+        assert names and set(names) <= definitions(file)
+        assert not files or any(file in imports(each) or each in imports(file) for each in files), file
+        files.append(file)
+    assert len(files) == len(set(files)) == 12
 
 
 @pytest.mark.parametrize("package", ["proxy", "engine_patches"])

@@ -21,11 +21,8 @@ TimedEvent = tuple[Mapping[str, Any], float]  # and when it came, in seconds on 
 
 TOP_LOGPROBS, MIN_TOKENS = 5, 32  # of an answer that is compared with another's
 
-GREEDY: Mapping[str, Any] = {
-    "temperature": 0,
-    "ignore_eos": True,
-    "return_tokens_as_token_ids": True,
-}  # fields of a request
+# Fields of a request.
+GREEDY: Mapping[str, Any] = {"temperature": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
 
 
 class TimedAnswer(NamedTuple):
@@ -43,13 +40,12 @@ class TimedAnswer(NamedTuple):
         return self.first_token - self.sent
 
 
-def open_client(seconds: float = 300.0) -> httpx.AsyncClient:
-    """A client with a connection for each request, which may take `seconds`.
-
-    A server closes an idle connection whenever it likes, even as the next request is on its way.
-    """
+def open_client(
+    seconds: float | httpx.Timeout = 300.0, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> httpx.AsyncClient:
+    """A client with a connection for each request of at most `seconds`: servers close idle ones whenever they like."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(timeout=seconds, limits=limits, trust_env=False)
+    return httpx.AsyncClient(headers=headers, timeout=seconds, limits=limits, trust_env=False)
 
 
 async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: int, **fields: Any) -> TimedAnswer:

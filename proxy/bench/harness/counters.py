@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.bench.harness.client import TimedAnswer
 from proxy.bench.harness.servers import Server
+from proxy.fleet.worker_metrics import samples_in
 
 LOG_SECONDS = 10.0
 
@@ -41,10 +41,7 @@ class PassCounter:
         self._offset = self._log.stat().st_size
 
     def after(self, answers: Sequence[TimedAnswer]) -> Passes:
-        """Passes since `restart`, once the log accounts for every token of `answers`; then restarts.
-
-        Raises `TimeoutError` when the log never does.
-        """
+        """Passes since `restart`, once the log accounts for all tokens of `answers`, else `TimeoutError`; restarts."""
         # The last token of an answer is sampled, never computed.
         wanted = sum(answer.prompt_tokens - (answer.cached_tokens or 0) + len(answer.steps) - 1 for answer in answers)
         deadline = time.monotonic() + LOG_SECONDS
@@ -72,9 +69,8 @@ async def samples_of(client: httpx.AsyncClient, server: Server) -> Mapping[str, 
         response = await client.get(server.url + "/metrics")
     except httpx.HTTPError:
         return found
-    for family in text_string_to_metric_families(response.text):
-        for sample in family.samples:
-            found[sample.name] += sample.value
-            for label, value in sample.labels.items():
-                found[f'{sample.name}{{{label}="{value}"}}'] += sample.value
+    for sample in samples_in(response.text):
+        found[sample.name] += sample.value
+        for label, value in sample.labels.items():
+            found[f'{sample.name}{{{label}="{value}"}}'] += sample.value
     return found

@@ -13,7 +13,6 @@ from proxy.bench.harness.client import TimedAnswer
 from proxy.fleet.answer_compare import distance
 
 LOGPROB_BOUND = 1e-4
-
 TIE = 1e-5  # of the reference's two best logprobs: a gap below it may be taken either way
 
 
@@ -26,7 +25,6 @@ class Difference(NamedTuple):
 
     @property
     def exact(self) -> bool:
-        """Whether float32 answers count as equal."""
         return self.largest_error <= LOGPROB_BOUND if self.position is None else self.gap < TIE
 
 

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import Any
 
 FILE_VARIABLE = "SEAMARK_PLANTED_DEFECT_FILE"
-
 OTHER_STATE, EARLY_STATE, COPY_CURE_OFF = "another prefix's state", "a state one unit early", "the copy cure off"
 DEFECTS = (OTHER_STATE, EARLY_STATE, COPY_CURE_OFF)
-
 _COPY = "copy_kv_cache_blocks_inplace"  # of a partial cache block; vLLM imports it by name
 
 
@@ -75,8 +73,7 @@ def register() -> None:
 
 def _with_cure_off(cured: Any) -> Any:
     def copy_kv_cache_blocks_inplace(*args: Any) -> Any:
-        uncured = cured.__seamark_original__
-        return (uncured if _present() == COPY_CURE_OFF else cured)(*args)
+        return (cured.__seamark_original__ if _present() == COPY_CURE_OFF else cured)(*args)
 
     return _as_patch(copy_kv_cache_blocks_inplace, cured)
 

@@ -41,10 +41,7 @@ def prose(words: int, seed: int) -> str:
 async def with_shared_tokens(
     client: httpx.AsyncClient, url: str, shared: int, seed: int, questions: Sequence[str] = QUESTIONS
 ) -> tuple[Messages, ...]:
-    """Chats of one system prompt and the `questions`, any two of which share exactly `shared` tokens.
-
-    Raises `ValueError` if the tokenizer does not allow that length.
-    """
+    """Chats, any two of which share exactly `shared` tokens; `ValueError` if the tokenizer does not allow that."""
 
     def chats(system: str) -> tuple[Messages, ...]:
         return tuple(

@@ -21,7 +21,6 @@ import httpx
 from proxy.commands.render_server import free_port
 
 MODEL_NAME = "tiny-hybrid"
-
 START_SECONDS, STOP_SECONDS = 420.0, 20.0
 
 # One thread per engine: on a small machine more of them wait for each other. The executor inside the engine's process
@@ -35,10 +34,9 @@ ENGINE_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "4294967295",
 }
 
-# One line per engine iteration: the only way to count forward passes of an engine that is not ours.
 ENGINE_FLAGS = (
     *("--served-model-name", MODEL_NAME, "--max-model-len", "8192", "--max-num-seqs", "8"),
-    "--enable-logging-iteration-details",
+    "--enable-logging-iteration-details",  # the only way to count forward passes of an engine that is not ours
 )
 
 CACHE = Path(".cache")
@@ -131,9 +129,9 @@ class Servers:
     ) -> Server:
         """Start a vLLM server with `SEAMARK_ENGINE=mode`, on a free port where none is given."""
         port = port or free_port()
-        command = ["-m", "engine_patches", "worker", str(model), "--port", str(port)]
+        command = [sys.executable, "-m", "engine_patches", "worker", str(model), "--port", str(port)]
         settings = {**ENGINE_ENVIRONMENT, "SEAMARK_ENGINE": mode, **environment}
-        return self.start(name, port, [sys.executable, *command, *ENGINE_FLAGS, *flags], settings)
+        return self.start(name, port, [*command, *ENGINE_FLAGS, *flags], settings)
 
     def gateway(self, *workers: Server, flags: Sequence[str] = ()) -> Server:
         """Start `seamark serve` in front of `workers`, without self-checks, which would be measured as well.
@@ -152,15 +150,11 @@ class Servers:
     def start(self, name: str, port: int, command: Sequence[str], environment: Mapping[str, str]) -> Server:
         """Start any server that `command` lets listen on the loopback `port`."""
         log = self._folder / f"{name}-{port}.log"
-        inherited = {key: value for key, value in os.environ.items() if not key.startswith("SEAMARK_")}
-        with log.open("wb") as output:
+        own = {key: value for key, value in os.environ.items() if not key.startswith("SEAMARK_")} | dict(environment)
+        with log.open("wb") as out:
+            # In a process group of its own: vLLM's engine processes end with it.
             process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**inherited, **environment},
-                start_new_session=True,  # its own process group: vLLM's engine processes end with it
+                list(command), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=own, start_new_session=True
             )
         server = Server(name, f"http://127.0.0.1:{port}", log, process)
         self.started.append(server)
@@ -178,23 +172,22 @@ def narrator() -> Callable[[str], None]:
     return say
 
 
-def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H, mtp: bool = False) -> Path:
+def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H) -> Path:
     """The folder of the generated model of `family`, generated again whenever its generator has changed.
 
-    `mtp`: with a head that drafts tokens. Raises `SystemExit` if this environment has no vLLM.
+    Raises `SystemExit` if this environment has no vLLM.
     """
     source = importlib.util.find_spec("engine_patches.commands.model")
     if source is None or source.origin is None or importlib.util.find_spec("vllm") is None:
         raise SystemExit(NO_ENGINE)
     version = hashlib.sha256(Path(source.origin).read_bytes()).hexdigest()[:12]
-    folder = CACHE / f"{family}{'-mtp' * mtp}-{version}"
+    folder = CACHE / f"{family}-{version}"
     if not folder.exists():
         say(f"generating a small {family} in {folder}")
         CACHE.mkdir(exist_ok=True)
         # Others may want it at the same time: whoever is first gives it its name.
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="model-") as being_made:
             command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", being_made + "/m"]
-            command += ["--mtp"] * mtp
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")

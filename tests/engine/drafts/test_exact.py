@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT, generated_model
+from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT
 from tests.harness.draft_answers import differences, hits, owed
 from tests.harness.draft_defects import A_UNIT_EARLY, ACCEPTED_IGNORED, NO_COPY
 from tests.harness.draft_engines import DRAFTS, MTP, NGRAM, Engine, wanted
+from tests.harness.draft_heads import mtp_model
 from tests.harness.scheduler_process import run_apart
 from tests.harness.versions import engine_of
 
@@ -65,7 +66,7 @@ FAMILIES = pytest.mark.parametrize("family", [NEMOTRON_H, pytest.param(QWEN3_NEX
 def run(family: str, engines: Sequence[Engine], version: str | None = None) -> Mapping[str, Any]:
     """What these engines answer, by name; `version`: of another vLLM than the installed one."""
     source = engine_of(version) if version else None
-    found = run_apart("draft_engines", str(generated_model(print, family, mtp=True)), wanted(*engines), source=source)
+    found = run_apart("draft_engines", str(mtp_model(family)), wanted(*engines), source=source)
     return {engine.name: each for engine, each in zip(engines, found, strict=True)}
 
 

@@ -33,11 +33,11 @@ from proxy.bench.harness.servers import (
     Server,
     Servers,
     free_port,
-    generated_model,
 )
 from proxy.boundaries.divergence import common_prefix
 from tests.harness import draft_defects, gate_engine
 from tests.harness.draft_engines import MTP, STARTED_ALL_THE_SAME
+from tests.harness.draft_heads import mtp_model
 from tests.harness.engines import FLOAT32_DELTA
 from tests.harness.versions import ROOT, engine_of
 from tests.harness.waiting import wait_for
@@ -79,7 +79,7 @@ def drafting(
         path = environment["PYTHONPATH"]
         environment["PYTHONPATH"] = f"{engine_of(version)}:{ROOT}:{path}"
     port = free_port()
-    command = [sys.executable, *started, str(generated_model(print, family, mtp=True)), "--port", str(port), *flags]
+    command = [sys.executable, *started, str(mtp_model(family)), "--port", str(port), *flags]
     with Servers(folder) as fleet:
         engine = fleet.start("drafts", port, command, {**ENGINE_ENVIRONMENT, **CPU_ENVIRONMENT, **environment})
         engine.wait_until_ready()
@@ -138,9 +138,7 @@ def chats() -> Iterator[list[dict[str, str]]]:
 @pytest.mark.parametrize("version", [None, pytest.param(NEWEST, marks=pytest.mark.on_request)])
 def test_an_engine_that_is_right_opens_by_itself_and_hits_all_it_owes_as_predicted_then(tmp_path, version, capsys):
     with drafting(tmp_path, version=version) as (fleet, engine):
-        reference = fleet.engine(
-            "reference", generated_model(print, mtp=True), "reference", ("--no-enable-prefix-caching",)
-        )
+        reference = fleet.engine("reference", mtp_model(), "reference", ("--no-enable-prefix-caching",))
         reference.wait_until_ready()
         gateway = gateway_before(fleet, engine)
         assert tried(gateway) == "open", gateway.log.read_text()[-3000:]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from proxy.bench.harness.servers import generated_model
 from tests.harness.draft_cores import (
     ANSWERS,
     CORES,
@@ -19,6 +18,7 @@ from tests.harness.draft_cores import (
     WINDOWS,
     faults,
 )
+from tests.harness.draft_heads import mtp_model
 from tests.harness.scheduler_process import audit as run_audit
 
 ALL = [*CORES, *HEADS]
@@ -26,7 +26,7 @@ ALL = [*CORES, *HEADS]
 
 @pytest.fixture(scope="module")
 def drafting_model(family: str) -> str:
-    return str(generated_model(print, family, mtp=True))
+    return str(mtp_model(family))
 
 
 def audit(model: str, **wanted: Any) -> list[dict[str, Any]]:

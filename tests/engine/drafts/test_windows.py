@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from proxy.bench.harness.servers import generated_model
 from tests.harness import draft_heads
 from tests.harness.draft_answers import differences, hits, owed
 from tests.harness.draft_defects import ROWS_NOT_KEPT
 from tests.harness.draft_engines import MTP, Engine, wanted
-from tests.harness.draft_heads import DFLASH, DFLASH2, DSPARK, EAGLE3, MIXED, WINDOW
+from tests.harness.draft_heads import DFLASH, DFLASH2, DSPARK, EAGLE3, MIXED, WINDOW, mtp_model
 from tests.harness.scheduler_process import run_apart
 from tests.harness.versions import engine_of, interpreted
 
@@ -83,7 +82,7 @@ def run(head: Head) -> Mapping[str, Any]:
     )
     source = engine_of(head.version) if head.version else None
     start = interpreted if head.v2 else run_apart
-    found = start("draft_engines", str(generated_model(print, mtp=True)), wanted(*engines), source=source)
+    found = start("draft_engines", str(mtp_model()), wanted(*engines), source=source)
     return {engine.name: each for engine, each in zip(engines, found, strict=True)}
 
 

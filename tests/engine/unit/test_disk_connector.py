@@ -23,9 +23,9 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from engine_patches.disk import connector
 from engine_patches.disk.connector import SeamarkConnector, StateScheduler
-from engine_patches.disk.flags import ALL
 from engine_patches.footprint import LOCAL_HIT
 from engine_patches.forward.loaded_weights import Weights
+from engine_patches.kv_connectors import ALL
 from engine_patches.scheduler.cache_keys import HeldKeys, key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.planner import Grid

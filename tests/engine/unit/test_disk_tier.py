@@ -30,9 +30,8 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from engine_patches.disk import files, tier
 from engine_patches.disk.connector import identity_of
-from engine_patches.disk.copies import CheckpointSpec
 from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX, StateFiles
-from engine_patches.disk.tier import CheckedFiles, _Done
+from engine_patches.disk.tier import CheckedFiles, CheckpointSpec, _Done
 from engine_patches.forward.loaded_weights import Weights
 from tests.harness import damaged_files
 from tests.harness.damaged_files import EVERYTHING, strangers_files

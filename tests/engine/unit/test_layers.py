@@ -94,6 +94,8 @@ WithItsOwnCore, WithItsOwnMetadata, WithoutACore, WithKnownMetadata = (
     for changed in ({"_core": other}, {"builder": OwnBuilder}, {"_core": None}, {"builder": LikeBuilder})
 )
 
+Replaced = type("Replaced", (Recurrent,), {"_core": replace})  # as another plugin does it, with a function of its own
+
 
 def known_as(monkeypatch, path: str = f"{__name__}:Recurrent", **options: Any) -> None:
     """The layer, its kind of core and its builder are those in the tables; what is replaced adds a word."""
@@ -125,6 +127,7 @@ def known_as(monkeypatch, path: str = f"{__name__}:Recurrent", **options: Any) -
         ("cuda", {"layer": WithItsOwnMetadata}, set(), "", False),
         ("cuda", {"layer": WithKnownMetadata}, set(), "", True),
         ("cuda", {"layer": WithoutACore}, set(), "", False),
+        ("cuda", {"layer": Replaced, "path": f"{__name__}:Replaced"}, set(), "", False),
         ("cuda", {"path": "never.imported:Recurrent"}, set(), "", False),
     ],
 )

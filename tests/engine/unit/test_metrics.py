@@ -33,9 +33,9 @@ def feeds(monkeypatch) -> Iterator[Feeds]:
     feeds = Feeds()
     monkeypatch.setattr(metrics, "feeds", feeds)
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    families().info.clear()
+    families()[0].clear()
     yield feeds
-    families().info.clear()
+    families()[0].clear()
 
 
 def values() -> dict[str, float]:
@@ -119,7 +119,7 @@ def test_each_number_of_a_report_is_added_or_shown_and_nothing_else_changes(feed
 
 def infos() -> list[dict[str, str]]:
     """What engines are shown to be now."""
-    return [sample.labels for sample in families().info.collect()[0].samples if sample.value == 1]
+    return [sample.labels for sample in families()[0].collect()[0].samples if sample.value == 1]
 
 
 def test_an_engine_is_shown_as_it_is_and_others_beside_it_that_differ(feeds):

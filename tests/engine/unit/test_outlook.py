@@ -58,7 +58,7 @@ def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explain
     model, (cost, blocks, text, newest_runner) = PUBLISHED[name], explained[name]
     assert newest_runner  # as on a GPU, which this machine has not
     page = 2 * model.convolution + model.state_bytes * model.state
-    assert (cost.recurrent_layers, cost.attention_layers) == (model.recurrent, model.attention)
+    assert (sum(cost.layers.values()), cost.attention_layers) == (model.recurrent, model.attention)
     assert cost.state_bytes == model.recurrent * page
     # A block is as long as its KV needs to be as large as a layer's state, and cache groups are as large as the smaller
     # kind has layers.

@@ -12,13 +12,13 @@ import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
 from engine_patches import settings
-from engine_patches.trial import own_requests, turns
+from engine_patches.trial import own_requests
 from engine_patches.trial.own_requests import OwnRequests, Sent
 from engine_patches.trial.trial import NoAnswer, PromptEnded, TrialQuestion
-from proxy.bench.harness.servers import generated_model
 from tests.harness.audit import patched_vllm
 from tests.harness.audited_core import Core
 from tests.harness.draft_audit import DraftWorker
+from tests.harness.draft_heads import mtp_model
 
 
 class Engine:
@@ -26,9 +26,7 @@ class Engine:
 
     def __init__(self, **options: Any) -> None:
         worker = DraftWorker()
-        self.core = Core(
-            str(generated_model(print, mtp=True)), worker=worker, speculative=worker.speculative, **options
-        )
+        self.core = Core(str(mtp_model()), worker=worker, speculative=worker.speculative, **options)
         self.scheduler, self.input_queue = self.core.scheduler, queue.Queue[tuple[EngineCoreRequestType, Any]]()
         self.vllm_config, self.own, self.told = self.scheduler.vllm_config, OwnRequests(self), list[str]()
         self.scheduler.seamark.own, self.update = self.own, self.scheduler.update_from_output
@@ -137,7 +135,7 @@ def test_a_client_ends_them_before_the_next_step_and_who_waits_is_told(engine: E
     engine.own.send(TrialQuestion([1, 2]))
     assert engine.own.busy_at == engine.own.busy_at, "it may run for ours"
     engine.has_coordinator = engine.dp_group = False
-    turns.try_drafts(lambda _: None)(engine)
+    own_requests.try_drafts(lambda _: None)(engine)
     assert "without vLLM's coordinator" in engine.scheduler.seamark.refusal.cause
 
 

@@ -18,17 +18,17 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from engine_patches import ledger, settings
 from engine_patches.disk import connector
-from engine_patches.disk.load_cost import LoadCost
+from engine_patches.disk.files import LoadCost
 from engine_patches.scheduler import preflight
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.hooks import LEAVE_WEIGHTS, forget_weights_that_may_change, warn_of_narrow_states
 from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.preflight import PreflightFailed
-from proxy.bench.harness.servers import generated_model
 from tests.harness import adapter_audit, disk_audit, draft_audit, scheduler_audit, situation_audit, transfer_audit
 from tests.harness.audit import audited, patched_vllm, random_traffic
 from tests.harness.audited_core import UNIT, WEIGHTS, Core
 from tests.harness.draft_cores import ANSWERS, HEALED, OWN_SHAPE, OWN_WINDOW, SHARED, faults
+from tests.harness.draft_heads import mtp_model
 from tests.harness.situation_table import EXPECTED, differences
 
 
@@ -123,7 +123,7 @@ DRAFTING: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def drafting_model(family: str) -> Path:
-    return generated_model(print, family, mtp=True)
+    return mtp_model(family)
 
 
 @pytest.mark.parametrize("core", DRAFTING.values(), ids=DRAFTING)

@@ -26,7 +26,6 @@ from proxy import cli
 from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
 from proxy.commands import key, render_server, serve
-from proxy.commands.parser import Parser
 from proxy.commands.render_server import free_port
 from proxy.server import process_limits, uvicorn_server
 
@@ -173,15 +172,6 @@ def test_no_command_takes_abbreviations():
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         parsers = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == "ArgumentParser"]
         assert all("allow_abbrev=False" in map(ast.unparse, call.keywords) for call in parsers), path
-
-
-def test_flags_behind_a_subcommand_are_its_own(capsys):
-    made = Parser(prog="seamark some")
-    made.add_subparsers().add_parser("mine").add_argument("--base-url")
-    assert made.parse_args(["mine", "--base-url", "x"]).base_url == "x"
-    with pytest.raises(SystemExit):
-        made.parse_args(["mine", "--base", "x"])
-    assert "seamark some mine: no flag --base; did you mean --base-url?" in capsys.readouterr().err
 
 
 @pytest.fixture

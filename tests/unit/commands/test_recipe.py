@@ -330,7 +330,7 @@ def test_a_container_of_compose_is_read_from_its_file(file):
 def promised() -> Iterator[tuple[str, ...]]:
     """Each model of the page: whether it hits, its unit, and what is said of it beside drafts."""
     page = Path(__file__).parents[3] / "deploy" / "SPARK.md"
-    table = page.read_text().partition("## Will it help?")[2].partition("\n\n*Beside")[0]
+    table = page.read_text().partition("## Will it help?")[2].partition("\n\n*With")[0]
     for row in re.findall(r"^\| (`.*) \|$", table, re.M):
         models, *told = row.split(" | ")
         yield from ((model, *told) for model in re.findall(r"`([^`]+)`", models))

@@ -18,16 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine_patches.disk import files
-from engine_patches.disk.files import (
-    HEADER_BYTES,
-    LOCK,
-    SUFFIX,
-    TEMPORARY,
-    NotOurs,
-    RefusedFile,
-    StateFiles,
-    Written,
-)
+from engine_patches.disk.files import HEADER_BYTES, LOCK, SUFFIX, TEMPORARY, NotOurs, RefusedFile, StateFiles, Written
 from tests.harness import damaged_files
 from tests.harness.damaged_files import FILES, OTHERS, strangers_files
 

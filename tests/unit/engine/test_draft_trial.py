@@ -25,8 +25,9 @@ from engine_patches.scheduler.drafts import (
     LiveAcceptance,
     judge_pairs,
 )
+from engine_patches.trial import own_requests
 from engine_patches.trial import trial as trials
-from engine_patches.trial import turns
+from engine_patches.trial.own_requests import ATTEMPTS, Turns
 from engine_patches.trial.trial import (
     ANSWER,
     LONGEST_EDGE,
@@ -37,7 +38,6 @@ from engine_patches.trial.trial import (
     TrialVerdict,
     question_of,
 )
-from engine_patches.trial.turns import ATTEMPTS, Turns
 from tests.harness.drafting_engine import FACTS, DraftingEngine
 
 WORSE = "drafts a step are accepted behind hits"
@@ -152,8 +152,10 @@ class Scene(Turns):
         gate.doubted = SimpleNamespace(wait=self.doubt, clear=lambda: None)
         self.own = Own(facts=FACTS, **dict.fromkeys(("begin", "end", "wait", "send", "keep_only"), lambda *_: None))
         super().__init__(self.own, SimpleNamespace(drafts=gate, counters=Counters(), refusal=None, own=None))
-        monkeypatch.setattr(turns, "Trial", Scripted)
-        monkeypatch.setattr(turns, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda s: self.sleep(s)))
+        monkeypatch.setattr(own_requests, "Trial", Scripted)
+        monkeypatch.setattr(
+            own_requests, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=lambda s: self.sleep(s))
+        )
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -220,7 +222,7 @@ def test_what_clients_requests_show_makes_the_trial_be_repeated_which_alone_clos
     scene.play()
     assert (scene.gate.state, scene.trials) == (state, 2)
     if state == OPEN:
-        assert not scene.gate.doubt and scene.gate.live.next_look == turns.LOOKS_AFTER_DOUBT
+        assert not scene.gate.doubt and scene.gate.live.next_look == own_requests.LOOKS_AFTER_DOUBT
 
 
 @pytest.mark.parametrize(("state", "doubts"), [(OPEN, True), (ON, True), (ON_TRIAL, False), (CLOSED, False)])

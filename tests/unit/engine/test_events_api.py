@@ -323,7 +323,7 @@ class Reading(RuleBasedStateMachine):
             loop = asyncio.get_running_loop()
             if waits and meanwhile is not None:
                 loop.call_later(1.0, lambda: self.states_change(meanwhile, 0, came=False, load=1))
-            answer = await feed.wait_after(cursor, boot, 5.0, gateway, known)
+            answer = await anext(feed.answers(cursor, boot, 5.0, gateway, known))
             return loop.time(), answer
 
         seconds, answer = on_virtual_time(scenario())
@@ -400,20 +400,6 @@ def test_what_can_wait_is_done_in_its_order_a_little_later_or_when_somebody_read
     assert done[3:] == ["read", "no event loop"]
 
 
-def test_a_gateway_that_waits_is_woken_by_others_and_not_by_itself(feed):
-    async def scenario():
-        own = asyncio.create_task(feed.wait_after(0, feed.boot, 60.0, "a", "0:0"))
-        other = asyncio.create_task(feed.wait_after(0, feed.boot, 60.0, "b", "0:0"))
-        await asyncio.sleep(0)
-        feed.set_loads({"a": GatewayLoad(1, 400)})
-        assert (await other)["load"] == (1, 400)
-        await asyncio.sleep(0)
-        assert not own.done()
-        own.cancel()
-
-    asyncio.run(scenario())
-
-
 async def read_in_lines(feed: Feed, seconds: float, happens: Any) -> list[Any]:
     """Answers of one read, each with when it came, while `happens` runs."""
     clock, beside = asyncio.get_running_loop().time, asyncio.create_task(happens)
@@ -429,7 +415,8 @@ def test_a_read_in_lines_gives_each_thing_once_as_it_comes_and_ends(feeds, feed)
             feeds.add_requests(admitted(f"chatcmpl-{name}", "cold"))
             feed.wake_readers()
         await asyncio.sleep(0.5)
-        feed.set_loads({"b": GatewayLoad(1, 400)})
+        feed.loads = {"b": GatewayLoad(1, 400)}
+        feed.wake_readers()
 
     found = on_virtual_time(read_in_lines(feed, 2.0, happens()))
     told = [

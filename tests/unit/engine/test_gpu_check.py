@@ -15,13 +15,11 @@ from typing import Any
 
 import pytest
 
-from engine_patches.gpu_check import command, judge, questions, runner
-from engine_patches.gpu_check.engine import CheckedAnswer
-from engine_patches.gpu_check.job import COLD, FAN_OUT, STATES, WARM, FirstTokens, LaneJob, LaneResult
+from engine_patches.gpu_check import command, judge, lanes, runner
+from engine_patches.gpu_check.command import LaneReport
+from engine_patches.gpu_check.engine import COLD, FAN_OUT, STATES, WARM, CheckedAnswer, FirstTokens, LaneJob, LaneResult
 from engine_patches.gpu_check.judge import NOT_RUN, OK, WRONG, Check
-from engine_patches.gpu_check.lanes import Lane, lanes_of
-from engine_patches.gpu_check.questions import DEFECTS, FIRST, SHARED_LENGTHS, Question
-from engine_patches.gpu_check.report import LaneReport
+from engine_patches.gpu_check.lanes import DEFECTS, FIRST, SHARED_LENGTHS, Lane, Question, lanes_of
 from engine_patches.gpu_check.runner import RUNNER_VARIABLE, Engines, ProcessEnd, Runner
 from engine_patches.settings import FULL, OFF, REFERENCE
 from tests.deploy.compose_files import DEPLOY
@@ -56,8 +54,8 @@ def honest_result(job: LaneJob, changes: Any, length: int) -> LaneResult:
     drafting, alone, asked = job.lane.drafts is not None, job.sections is None, job.sections
     lengths = [shared for shared in SHARED_LENGTHS if shared + 96 <= length]
     if asked is None:
-        own = job.lane.own_model and questions.own_sections(FACTS, lengths, questions.TINY_IDS, defects=not drafting)
-        asked = own or questions.sections(FACTS, few=True)
+        own = job.lane.own_model and lanes.own_sections(FACTS, lengths, lanes.TINY_IDS, defects=not drafting)
+        asked = own or lanes.sections(FACTS, few=True)
     facts = {**FACTS, "runner": "V1" if changes.get(RUNNER_VARIABLE) == "0" else "V2", "longest": length}
     facts |= {"gdn_prefill": ["triton" if "triton" in str(job.lane.flags) else "flashinfer"], "drafts": drafting}
     result = LaneResult(facts, asked)
@@ -299,7 +297,7 @@ def test_wrong_usage_is_2_and_runs_nothing(monkeypatch, capsys, tmp_path, line):
 
 SAVE = """
 import pathlib, pickle, sys
-from engine_patches.gpu_check.job import WARM, FirstTokens, LaneResult
+from engine_patches.gpu_check.engine import WARM, FirstTokens, LaneResult
 pathlib.Path(sys.argv[2]).write_bytes(pickle.dumps(LaneResult({"vllm": "0.32.0"})))
 """
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_patches.disk.load_cost import LoadCost
+from engine_patches.disk.files import LoadCost
 from engine_patches.scheduler import earlier_prompts
 from engine_patches.scheduler.earlier_prompts import (
     ENOUGH,

@@ -21,7 +21,7 @@ import pytest
 
 from engine_patches import __main__ as plugin
 from engine_patches.commands import worker
-from engine_patches.disk.flags import transfer_flags
+from engine_patches.kv_connectors import transfer_flags
 from engine_patches.settings import LOOPBACK
 
 DRAFTING = ["--speculative-config", '{"method":"mtp"}']

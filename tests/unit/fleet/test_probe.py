@@ -273,13 +273,14 @@ ONE = "10.0.0.1"
 class Resolver:
     """Answers with what it is told to; an exception is raised. `changes`: what is discovered by it."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(discovery, "addresses_of", self)
         self.told: Sequence[str] | Exception = (ONE,)
         self.slow, self.asked = asyncio.Event(), 0
         self.slow.set()
         self.changes: list[tuple[str, ...]] = []
         self.metrics = Metrics()
-        self.looking = Discovery(("http://vllm.test:8000",), 1.0, 60.0, self.metrics, self.changes.append, self)
+        self.looking = Discovery(("http://vllm.test:8000",), 1.0, 60.0, self.metrics, self.changes.append)
 
     async def __call__(self, host: str, port: int) -> Sequence[str]:
         self.asked += 1
@@ -296,7 +297,7 @@ class Resolver:
 
 @pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NONAME, "not known"), UnicodeError("label")])
 async def test_a_name_that_is_not_resolved_keeps_its_workers_for_a_while(error, monkeypatch, caplog):
-    resolver = Resolver()
+    resolver = Resolver(monkeypatch)
     looking, changes = resolver.looking, resolver.changes
     now = discovery.time.monotonic()
     monkeypatch.setattr(discovery.time, "monotonic", lambda: now)
@@ -316,7 +317,7 @@ async def test_a_name_that_is_not_resolved_keeps_its_workers_for_a_while(error, 
 
 async def test_a_resolver_that_hangs_holds_up_no_other_name_and_is_not_asked_twice(monkeypatch):
     monkeypatch.setattr(discovery, "ANSWER_SECONDS", 0.05)
-    resolver = Resolver()
+    resolver = Resolver(monkeypatch)
     resolver.slow.clear()
     for _ in range(3):
         await resolver.looking.look()

@@ -25,7 +25,6 @@ from proxy.metrics import Metrics
 from proxy.observability import shadow as shadow_module
 from proxy.observability import tracing
 from proxy.observability.explanations import MAX_CHARACTERS, Explanation, Explanations, Record, client_name
-from proxy.observability.exposition import merged
 from proxy.observability.prefill_cost import RENEWAL, CostLearner
 from proxy.observability.reasons import (
     ENGINE_CAUSES,
@@ -169,12 +168,6 @@ def test_the_first_product_names_a_client():
     browser = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML) Chrome/120.0 Safari/537"
     assert client_name(browser) == "Chrome/120" and client_name("a" * 500) == "a" * MAX_CHARACTERS
     assert client_name("<script>") is client_name(None) is None
-
-
-def test_two_expositions_are_one_that_a_strict_reader_takes():
-    first = '# TYPE a gauge\na{b="}"} 1 1700000000\n'
-    assert merged(first + "# EOF\n", '# comment\n\n# TYPE a gauge\na{b="}"} 2\n') == first
-    assert merged("a 1\n", "# TYPE b gauge\nb 1\n") == "a 1\n# TYPE b gauge\nb 1\n"
 
 
 PATH = "/v1/chat/completions"
@@ -346,7 +339,7 @@ async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_th
     assert told == {"tokens": 320, "seconds": 0.0, "computed_tokens": 900, "prefill_seconds": 0.0}
     assert (first.prompt, first.delivered, first.lost) == (400, 0, {})
     assert (second.prompt, second.delivered, second.lost) == (500, 0, {"unpatched": 320})
-    assert shadowed.shadow.sums.since_start() == Totals(2, 900, 320, 0, 0)
+    assert shadowed.shadow.sums.whole == Totals(2, 900, 320, 0, 0)
     for prompt in range(600, 1200, 100):
         answer(prompt)
     await shadowed.loss()

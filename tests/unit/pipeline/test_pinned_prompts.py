@@ -453,11 +453,11 @@ def test_hot_prefixes_are_bounded_the_least_recently_used_goes_and_nothing_is_ke
     def used(most: int, *keys: bytes) -> WarmupSet:
         prefixes = WarmupSet(most)
         for key in keys:
-            if not prefixes.used_again(key, 0.0):
-                prefixes.add(key, 100, (), PROMPT._replace(raw=PROMPT.raw + key), 0.0)
+            if not prefixes.used_again(key):
+                prefixes.add(key, 100, (), PROMPT._replace(raw=PROMPT.raw + key))
         return prefixes
 
     size = len(PROMPT.raw) + 1 + ENTRY_BYTES
     kept = used(2 * size, b"0", b"1", b"0", b"2")
-    assert {request.raw[-1:] for request in kept.hottest({"m"}, 0.0)} == {b"0", b"2"} and kept.held <= 2 * size
+    assert {request.raw[-1:] for request in kept.hottest({"m"})} == {b"0", b"2"} and kept.held <= 2 * size
     assert len(used(3 * size, *(b"%d" % number for number in range(10)))) == 3 and len(used(0, b"0")) == 0

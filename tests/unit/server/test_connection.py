@@ -14,10 +14,12 @@ import uvicorn
 
 from proxy.http import asgi
 from proxy.http.asgi import BodyState
-from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, Bounds, ConnectionState, bounded
+from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, ConnectionState, bounded
 from proxy.server.process_limits import SPARE
+from proxy.settings import Settings
 
 LIMIT, TIMEOUT, IDLE, SEND_TIMEOUT, CONNECTIONS = 1000, 60.0, 95.0, 100.0, 10
+SETTINGS = Settings(max_header_bytes=LIMIT, client_timeout=TIMEOUT, keepalive_timeout=IDLE, send_timeout=SEND_TIMEOUT)
 
 
 class Transport(asyncio.Transport):
@@ -57,7 +59,7 @@ class Connection:
         """With `others` beside it at the same server."""
         self.scopes, self.bodies, self.may_answer = [], [], asyncio.Event()
         self.headers, self.pieces, self.is_whole = [(b"content-length", b"0")], [], False
-        protocol = bounded(Bounds(LIMIT, TIMEOUT, IDLE, SEND_TIMEOUT, CONNECTIONS))
+        protocol = bounded(SETTINGS, CONNECTIONS)
         config = uvicorn.Config(self.app, interface="asgi3", http=protocol, ws="none", log_config=None, lifespan="off")
         config.load()
         self.transport = Transport()

@@ -20,7 +20,7 @@ from proxy.http import asgi
 from proxy.observability.explanations import Explanation
 from proxy.observability.totals import Totals
 from proxy.pipeline.gateway import Gateway
-from proxy.server.app import App, build
+from proxy.server.app import App, build, merged
 from proxy.server.status import HOUR, alarms, changing, drafts_status, redis_status, warnings, worker_status
 from tests.harness.api_keys import entry
 from tests.harness.in_memory_gateway import Call, InMemoryGateway
@@ -337,3 +337,9 @@ def test_the_cause_is_what_cost_most_lately_and_no_salt():
     for what, role in (("setting", "tools"), ("message", "cache_salt")):
         found = changing(Totals(9, 2000, 0, 0, 0, 700), [*newest, request("another", 9000, now, (what, role))])
         assert found is not None and found["text"] == "another"
+
+
+def test_two_expositions_are_one_that_a_strict_reader_takes():
+    first = '# TYPE a gauge\na{b="}"} 1 1700000000\n'
+    assert merged(first + "# EOF\n", '# comment\n\n# TYPE a gauge\na{b="}"} 2\n') == first
+    assert merged("a 1\n", "# TYPE b gauge\nb 1\n") == "a 1\n# TYPE b gauge\nb 1\n"
