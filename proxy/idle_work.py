@@ -40,10 +40,10 @@ SHORT_PATIENCE_SECONDS = 0.05
 MAX_WAITING = 256
 
 
-_tasks: set[asyncio.Task[None]] = set()
+_tasks: set[asyncio.Task[Any]] = set()
 
 
-def beside(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+def beside(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """A task for which nobody waits. It is held here until it ends: one that nobody holds may be lost."""
     task = asyncio.create_task(work)
     _tasks.add(task)

@@ -15,12 +15,9 @@ from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.template_facts import Opener
 
 Entry = int | str
-
 MAX_ENTRIES = 16  # of one hint
 MAX_IDS = 128  # of one entry
-
 _SPELLED = re.compile(r"(first|last(?:-([0-9]{1,6}))?):([0-9]{1,9}(?:,[0-9]{1,9})*)", re.ASCII)
-
 Kind = Literal["system", "history", "turn", "explicit", "learned"]
 
 # Ends of what other conversations are known to begin with, too.
@@ -88,10 +85,7 @@ def distinct_entries(entries: Iterable[Entry | None]) -> tuple[Entry, ...]:
 
 
 def encode_opener(opener: Opener, where: Literal["first", "last"] = "last", skip: int = 0) -> str:
-    """The entry for the place behind an opener, of whose last occurrences so many are skipped.
-
-    The ids nearest to the place are kept if there are more than an entry may have.
-    """
+    """The entry behind an opener's last occurrence but `skip`; of many ids those nearest to the place are kept."""
     return f"{f'last-{skip}' if skip else where}:{','.join(map(str, opener.ids[-MAX_IDS:]))}"
 
 

@@ -55,10 +55,7 @@ class DivergenceLearner:
         self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
 
     def shared_texts(self, layout: PromptLayout) -> list[tuple[int, SharedText]]:
-        """Beginnings of texts that were shared before, learning from where this chat diverges.
-
-        Each comes with the index of its message.
-        """
+        """Beginnings shared before, each with its message's index; learns from where this chat diverges."""
         if not self._size:
             return []
         found: list[tuple[int, SharedText]] = []

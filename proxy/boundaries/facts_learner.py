@@ -11,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,14 +20,12 @@ from proxy.boundaries.template_facts import DEFAULT, Setting, TemplateFacts, set
 from proxy.boundaries.template_probe import SAMPLES, Render, learn_facts
 
 logger = logging.getLogger("seamark.boundaries")
-
 MAX_SETTINGS = 256  # of one template, beside the default one
 
 # Learnings a minute that clients can cause: by settings not seen before, and by chat templates of their own.
 SETTINGS_PER_MINUTE, TEMPLATES_PER_MINUTE = 30, 4
 SETTINGS_PER_KEY, TEMPLATES_PER_KEY = 15, 2  # as many of these as one API key may cause
 MINUTE = 60.0
-
 LEARNING_SECONDS = 90.0  # that one learning may take, however long each of its renders does
 REST = 4.0  # seconds without another learning of clients' for each second of one
 RETRY_SECONDS, MAX_RETRY_SECONDS = 5.0, 600.0  # after the first failure, doubled by each further one
@@ -89,7 +88,8 @@ class FactsLearner:
         if default is None or setting.template:
             return None
         learnt = template.facts.values()
-        return default.borrowed({role: max(each.ends.get(role, 0) for each in learnt) for role in default.ends})
+        ends = {role: max(each.ends.get(role, 0) for each in learnt) for role in default.ends}
+        return replace(default, ends=ends, is_own=False)
 
     def wants(self, renderer_id: bytes, setting: Setting = DEFAULT, owner: str | None = None) -> bool:
         """Whether `learn` would ask the worker anything now, for a request that came with the API key `owner`."""
@@ -100,12 +100,7 @@ class FactsLearner:
         return setting.is_default or (not is_resting and self._has_room(setting, owner))
 
     async def learn(
-        self,
-        renderer: Renderer,
-        renderer_id: bytes,
-        model: Any,
-        setting: Setting = DEFAULT,
-        owner: str | None = None,
+        self, renderer: Renderer, renderer_id: bytes, model: Any, setting: Setting = DEFAULT, owner: str | None = None
     ) -> None:
         """Learn a setting through this worker, if that is wanted; waits for one who is learning it."""
         if self.wants(renderer_id, setting, owner):

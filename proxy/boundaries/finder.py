@@ -68,15 +68,8 @@ class BoundaryFinder:
 
 
 class _Search:
-    """One chat."""
-
     def __init__(
-        self,
-        layout: PromptLayout,
-        facts: TemplateFacts | None,
-        positions: PositionCache,
-        size: int,
-        tokens_per_byte: float,
+        self, layout: PromptLayout, facts: TemplateFacts | None, positions: PositionCache, size: int, rate: float
     ) -> None:
         self._layout, self._positions = layout, positions
         self._facts = facts if not layout.chat.is_bare else None
@@ -84,7 +77,7 @@ class _Search:
         self._moved = layout.first if self._head_moves() else -1  # nothing up to this message stays in its place
         lengths = [len(text) if text is not None else 0 for text in layout.chat.texts]
         self._behind = [*accumulate(reversed(lengths), initial=0)][::-1]  # characters from message i on
-        self._size, self._rate = size, tokens_per_byte
+        self._size, self._rate = size, rate
         self._boundaries: list[Boundary] = []
         # Beginnings that end inside a message: content parts and characters before their end, and their key.
         self._inside: dict[int, list[tuple[int, int, bytes]]] = {}
@@ -151,7 +144,6 @@ class _Search:
             self._boundaries.append(Boundary("learned", key, None, self._positions.get(key), self._estimate(behind)))
 
     def found(self, renderer_id: bytes) -> Found:
-        """What was found."""
         layout = self._layout
         boundaries = tuple(sorted(self._boundaries, key=lambda boundary: boundary.estimate))  # one measure for all
         entries = [boundary.entry for boundary in boundaries if boundary.entry is not None]
@@ -161,16 +153,9 @@ class _Search:
             result = "head" if all(isinstance(entry, int) and entry > 0 for entry in entries) else "learnt"
         elif not layout.chat.is_bare:
             failure = "no_facts" if self._facts is None else "no_boundary"
-        return Found(
-            boundaries,
-            tuple(self._prefixes()),
-            result,
-            failure,
-            layout,
-            renderer_id,
-            self._end if self._facts is not None and self._facts.is_own else None,  # else good for a hint only
-            tuple(self._unplaced),
-        )
+        end = self._end if self._facts is not None and self._facts.is_own else None  # else good for a hint only
+        prefixes, unplaced = tuple(self._prefixes()), tuple(self._unplaced)
+        return Found(boundaries, prefixes, result, failure, layout, renderer_id, end, unplaced)
 
     def _prefixes(self) -> list[bytes]:
         layout, roles = self._layout, self._layout.chat.roles

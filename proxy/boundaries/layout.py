@@ -11,7 +11,6 @@ from proxy.chat.chat import Chat, Mark
 RESULT_ROLES = ("tool", "function")
 
 OPEN_ROLES = ("user", *RESULT_ROLES)
-
 REMINDER_ROLES = ("system", "developer")
 
 

@@ -34,7 +34,6 @@ TEXTS = ("", "Quartz", "83 jigsaw", "the tide", "\nQuartz", " Quartz", ")Quartz"
 MAX_KNOWN = 4096  # heads that were seen once, and heads that were tried: a key each
 MAX_WAITING = 16
 MAX_WAITING_OF_KEY = 4  # that came with one API key
-
 HEAD_SECONDS = 30.0  # that all renders of one head may take
 REST = 9.0  # seconds for each second of rendering
 
@@ -92,10 +91,7 @@ class _AskedHead(NamedTuple):
 
 
 class HeadPositions:
-    """Positions that are rendered: the second request with a head starts that, a later one has the position.
-
-    No request waits for it. Use inside a running event loop.
-    """
+    """Rendered positions: the second request with a head starts that, a later one has it, none waits."""
 
     def __init__(self, positions: PositionCache) -> None:
         self._positions = positions
@@ -104,10 +100,7 @@ class HeadPositions:
         self._worker: asyncio.Task[None] | None = None
 
     def learn(self, found: Found, renderer: Renderer, owner: str | None = None) -> None:
-        """Take note of the places of a request whose position nothing tells; those seen before are rendered.
-
-        `owner` is the API key it came with.
-        """
+        """Take note of the places of an API key's request whose position nothing tells; render those seen before."""
         if not found.unplaced or found.layout is None:
             return
         for place in found.unplaced:

@@ -40,17 +40,8 @@ PROBE_TOOL = {
 }
 
 # The fields of a chat that `/tokenize` reads; it refuses no others.
-TOKENIZE_FIELDS = (
-    "model",
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template",
-    "chat_template_kwargs",
-    "mm_processor_kwargs",
-)
+_OF_CHAT = ("model", "messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens")
+TOKENIZE_FIELDS = (*_OF_CHAT, "chat_template", "chat_template_kwargs", "mm_processor_kwargs")
 
 # Not needed for rendering, and apt to make a render fail or stream.
 DROPPED_FIELDS = ("stream", "stream_options", "vllm_xargs", "n", "logprobs", "top_logprobs", "prompt_logprobs")

@@ -9,13 +9,12 @@ before it, never behind.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from proxy.chat.canonical import canonical, digest, head_of
 
-# Tokens that may stand between an opener and its text: an id, or the name of a tool.
-GAP = 24
+GAP = 24  # tokens that may stand between an opener and its text: an id, or the name of a tool
 
 # Before which text: the first user text of a chat that has more behind it; the only text; a later user text that is the
 # chat's last one; a tool's result that is the last text; the same behind another tool's result.
@@ -51,7 +50,6 @@ class Setting(NamedTuple):
 
     @property
     def is_default(self) -> bool:
-        """Nothing is set."""
         return not self.fields
 
 
@@ -120,7 +118,3 @@ class TemplateFacts:
     def turn_holds(self, role: str, *, later: bool, system: bool, tools: bool) -> bool:
         """Whether a turn, described as in `Turn`, stays as it is once the conversation goes on."""
         return Turn(role, later, system, tools) not in self.broken
-
-    def borrowed(self, ends: Mapping[str, int]) -> TemplateFacts:
-        """For a setting that is not learnt yet: these openers, and `ends`, the longest known ones."""
-        return replace(self, ends=ends, is_own=False)

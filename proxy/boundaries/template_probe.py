@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from proxy.boundaries.divergence import common_prefix
@@ -18,15 +19,11 @@ from proxy.boundaries.template_facts import GAP, Opener, OpenerPlace, Role, Temp
 # Token ids of a chat request; none: the template refuses such a chat.
 Render = Callable[[Mapping[str, Any]], Awaitable[Sequence[int]]]
 
-# These ids as text; None: not known.
-Detokenize = Callable[[Sequence[int]], Awaitable[str | None]]
-
+Detokenize = Callable[[Sequence[int]], Awaitable[str | None]]  # these ids as text; None: not known
 MIN_CHATS = 2  # to learn an opener from
 MAX_OPENER = 32  # tokens
-LONG_OPENER, EDGE = (
-    8,
-    2,
-)  # of a longer one the first tokens are left out: what stands before may grow together with them
+# Of a longer opener the first tokens are left out: what stands before may grow together with them.
+LONG_OPENER, EDGE = 8, 2
 
 # The first text is full of what texts are full of: an opener that is found in it is none.
 RICH = (
@@ -54,16 +51,11 @@ ASK = _tool("ask", required=["q"])
 NOTE = _tool("note", properties={})
 
 
-def _system(text: str) -> dict[str, Any]:
-    return {"role": "system", "content": text}
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
 
 
-def _user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def _answer(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
+_system, _user, _answer = (partial(_message, role) for role in ("system", "user", "assistant"))
 
 
 def _calls(*calls: tuple[str, str, str], text: str = "") -> dict[str, Any]:
@@ -134,6 +126,7 @@ class ProbeChat(NamedTuple):
         return NEXT_QUESTION
 
 
+_LOOKS = _calls(("zyxwvu987", "look", '{"q": "it"}'))
 _SIDE_BY_SIDE = _calls(("ghijkl321", "look", '{"q": ")"}'), ("stuvwx654", "ask", '{"q": "x"}'))
 _ASIDE = _calls(("zyxwvu987", "look", "{}"), ("mnopqr456", "look", '{"n": [7]}'), text="So.")
 
@@ -156,18 +149,9 @@ CHATS = (
     ProbeChat((_SAY, _user("x"), _answer("done)"), _user("y\n"), _answer("83 jigsaw "))),
     ProbeChat((_SAY, _user("x"), _answer("Well.")), (LOOK, ASK)),
     ProbeChat((_user("go"), _answer("It is\n")), (ASK, NOTE)),
-    ProbeChat(
-        (
-            _SAY,
-            _user("go"),
-            _calls(("zyxwvu987", "look", '{"q": "it"}')),
-            _result("zyxwvu987", "there"),
-            _answer("At nine"),
-        ),
-        (LOOK, ASK),
-    ),
+    ProbeChat((_SAY, _user("go"), _LOOKS, _result("zyxwvu987", "there"), _answer("At nine")), (LOOK, ASK)),
     # A tool's result.
-    ProbeChat((_SAY, _user("go"), _calls(("zyxwvu987", "look", '{"q": "it"}'))), (LOOK, ASK), answers="zyxwvu987"),
+    ProbeChat((_SAY, _user("go"), _LOOKS), (LOOK, ASK), answers="zyxwvu987"),
     ProbeChat((_user("x"), _calls(("mnopqr456", "ask", '{"n": 7}'), text="Well")), (ASK,), answers="mnopqr456"),
     ProbeChat(
         (

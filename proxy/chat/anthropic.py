@@ -9,7 +9,6 @@ from typing import Any
 from proxy.chat.chat import MESSAGES, TOOLS, Chat, Mark, listed, marked
 
 BILLING_HEADER = "x-anthropic-billing-header"
-
 TOOL_CHANGES = ("tool_addition", "tool_removal")
 
 

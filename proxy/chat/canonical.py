@@ -15,23 +15,11 @@ from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
 
 # Fields beside the messages that a chat template or vLLM's renderer can see, and the salt that parts the caches. The
 # renderers of Kimi K3 and Cohere alone see `tool_choice` and `response_format`: there a prediction may be too long.
-HEAD_FIELDS = (
-    "model",
-    "tools",
-    "documents",
-    "reasoning_effort",
-    "chat_template",
-    "chat_template_kwargs",
-    "add_special_tokens",
-    "mm_processor_kwargs",
-    "media_io_kwargs",
-    "truncate_prompt_tokens",
-    "truncation_side",
-    "cache_salt",
-)
+_OF_TEMPLATE = ("model", "tools", "documents", "reasoning_effort", "chat_template", "chat_template_kwargs")
+_OF_TOKENS = ("add_special_tokens", "mm_processor_kwargs", "media_io_kwargs", "truncate_prompt_tokens")
+HEAD_FIELDS = (*_OF_TEMPLATE, *_OF_TOKENS, "truncation_side", "cache_salt")
 
-# A field that is one of these might as well not be there.
-_UNSET: tuple[Any, ...] = (None, [], {})
+_UNSET: tuple[Any, ...] = (None, [], {})  # a field that is one of these might as well not be there
 
 # Characters of tool calls' arguments that are compared as JSON, in one request. No limit of a body's values counts what
 # they hold; those behind are compared as they are written.
@@ -40,7 +28,6 @@ MAX_ARGUMENTS = 32_768
 # What clients write on content for a cache, and no template reads.
 MARKS = ("cache_control", "prompt_cache_breakpoint")
 _NO_FIELDS = frozenset(("content", *MARKS))
-
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _encode_fast = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode

@@ -19,28 +19,13 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
-
-# Of token ids, with sampling parameters as the engine has them.
-GENERATE = "/inference/v1/generate"
+GENERATE = "/inference/v1/generate"  # of token ids, with sampling parameters as the engine has them
 
 # All of vLLM outside `/v1/` that clients reach: what it has there for operators has no key of its own.
-OUTSIDE_V1 = frozenset(
-    {
-        "/classify",
-        "/detokenize",
-        "/generative_scoring",
-        "/pooling",
-        "/rerank",
-        "/score",
-        "/tokenize",
-        "/v2/rerank",
-        "/v2/embed",
-        GENERATE,
-    }
-)
+_POOLING = ("/classify", "/generative_scoring", "/pooling", "/rerank", "/score", "/v2/rerank", "/v2/embed")
+OUTSIDE_V1 = frozenset({*_POOLING, "/detokenize", "/tokenize", GENERATE})
 
-# In `Mark.message`: the mark stands on a tool.
-TOOLS = -1
+TOOLS = -1  # in `Mark.message`: the mark stands on a tool
 
 # Pydantic reads a flag or a number out of several spellings, and so does vLLM.
 _BOOL, _INT = TypeAdapter(bool), TypeAdapter(int)
@@ -78,7 +63,6 @@ class Chat:
 
     @cached_property
     def texts(self) -> tuple[str | None, ...]:
-        """The text of each message, see `text_of`."""
         return tuple([text_of(message) for message in self.messages])
 
     @cached_property

@@ -55,17 +55,23 @@ class HintedRoute(NamedTuple):
 
     read: Callable[[Mapping[str, Any]], Chat | None]
     one_token: Mapping[str, Any]  # fields by which an answer is one token that is kept nowhere
+    ends: frozenset[str] = frozenset()  # reasons for which an answer ends by itself; none: it says so otherwise
     asks_usage: bool = False  # a stream reports tokens only if it is asked to
+    takes_seed: bool = True  # vLLM samples by it; it drops one in requests to other routes
 
+
+_ONE, _CUT, _CALLS = {"max_tokens": 1}, {"stop", "length"}, {"tool_calls", "function_call"}
+_MESSAGE_ENDS = frozenset({"end_turn", "max_tokens", "stop_sequence", "tool_use"})
 
 HINTED = {
-    CHAT: HintedRoute(chat_request, {"max_tokens": 1, "max_completion_tokens": 1}, asks_usage=True),
-    COMPLETIONS: HintedRoute(completions_request, {"max_tokens": 1}, asks_usage=True),
-    MESSAGES: HintedRoute(messages_request, {"max_tokens": 1}),
+    CHAT: HintedRoute(chat_request, _ONE, frozenset(_CUT | _CALLS), asks_usage=True),
+    COMPLETIONS: HintedRoute(completions_request, _ONE, frozenset(_CUT), asks_usage=True),
+    MESSAGES: HintedRoute(messages_request, _ONE, _MESSAGE_ENDS, takes_seed=False),
     RESPONSES: HintedRoute(responses_request, {"max_output_tokens": 1, "store": False}),
 }
 
-ENDPOINTS = HINTED.keys() | OUTSIDE_V1 | {"/v1/embeddings"}
+EMBEDDINGS = "/v1/embeddings"
+ENDPOINTS = HINTED.keys() | OUTSIDE_V1 | {EMBEDDINGS}
 
 
 def chat_in(endpoint: str, body: Mapping[str, Any], stored: StoredResponses, owner: str | None = None) -> Chat | None:

@@ -17,7 +17,6 @@ from proxy.http.json_body import memory_of
 
 CALL_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 TEXT_PARTS = ("input_text", "output_text", "text")
-
 MAX_RESPONSES = 65_536  # whose worker is remembered; some 200 bytes each
 NAME_BYTES = 16
 MAX_ID_CHARACTERS = 256  # of a response; vLLM's have some 30, those of a gateway with keys 69
@@ -32,10 +31,7 @@ CUSTOM_PARAMETERS = {
 
 
 def responses_request(body: Mapping[str, Any], previous: Sequence[Any] | None = None) -> Chat | None:
-    """The chat in a request to /v1/responses; None if there is none.
-
-    `previous` are the chat messages of the response that `previous_response_id` names.
-    """
+    """The chat in a request to /v1/responses, or None; `previous`: the messages of the response it continues."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else listed(given)
     messages: list[Any] = []
@@ -160,21 +156,19 @@ class StoredResponses:
     def __init__(self, size: int, most: int = MAX_RESPONSES) -> None:
         """`size` of the chats in bytes, 0 to keep none; of `most` responses the worker is known."""
         # Messages by name; measured once, when they are put.
-        self._chats: FIFOCache[bytes, list[dict[str, Any]]] = FIFOCache(size, getsizeof=_size_of)
+        self._chats: FIFOCache[bytes, list[dict[str, Any]]] = FIFOCache(
+            size, getsizeof=lambda messages: memory_of(messages, 0, sys.maxsize).size
+        )
         self._boots: OrderedDict[bytes, str] = OrderedDict()  # of their workers, oldest first
         self._most = most
         self.on_kept: Callable[[bytes, str], None] | None = None  # other gateways learn of it there
 
     @property
     def held(self) -> int:
-        """Bytes that are kept."""
         return int(self._chats.currsize)
 
     def put(self, chat: Chat | None, answer: Any, boot: str, owner: str | None = None) -> None:
-        """Remember the response `answer` (parsed) of the worker booted as `boot` to `owner`.
-
-        `chat` is the one that it ends, None if it has not ended.
-        """
+        """Remember the response `answer` (parsed) of the worker booted as `boot`; `chat`: what it ends, if it has."""
         response_id = answer.get("id") if isinstance(answer, dict) else None
         name = self.keep(response_id, boot, owner)
         if name is None or chat is None or not self._chats.maxsize:
@@ -210,10 +204,6 @@ class StoredResponses:
         """The worker that stores that response of `owner`: another one would not know it. None if that is unknown."""
         name = _stored_name(response_id, owner)
         return self._boots.get(name) if name is not None else None
-
-
-def _size_of(messages: list[dict[str, Any]]) -> int:
-    return memory_of(messages, 0, sys.maxsize).size
 
 
 def _stored_name(response_id: Any, owner: str | None) -> bytes | None:

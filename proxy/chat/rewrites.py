@@ -5,7 +5,7 @@ reads. Keys are made from what is forwarded, after the rules; nothing here belon
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from proxy.chat.anthropic import BILLING_HEADER
@@ -16,19 +16,8 @@ from proxy.http.json_body import Edit, Path
 _HEADER = re.compile(rf"{BILLING_HEADER}:(?:[ \t]*[\w-]+=[^;\s]*(?:;|(?=\s|\Z)))*[ \t]*(?:\r?\n|\Z)")
 
 
-class Rewriting(NamedTuple):
-    """One rule."""
-
-    name: str
-    edits: Callable[[Mapping[str, Any]], list[Edit]]  # what it would change in a body
-    not_at: frozenset[str] = frozenset()  # endpoints where vLLM does it itself
-
-
 def _billing_header(body: Mapping[str, Any]) -> list[Edit]:
-    """`x-anthropic-billing-header: ...` at the head of a system prompt holds a nonce, new on every request.
-
-    vLLM takes it out itself, but on /v1/messages only.
-    """
+    """`x-anthropic-billing-header: ...` at the head of a system prompt holds a nonce, new on every request."""
     edits: list[Edit] = []
     for index, message in enumerate(listed(body.get("messages"))):
         if not isinstance(message, dict) or message.get("role") not in ("system", "developer"):
@@ -56,18 +45,11 @@ def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
     return [Edit(("tools",), ordered)] if ordered and ordered != body["tools"] else []
 
 
-RULES = {
-    rule.name: rule
-    for rule in (
-        Rewriting("billing_header", _billing_header, frozenset({MESSAGES})),
-        Rewriting("tools_sorted", _tools_sorted),
-    )
-}
+# What each rule would change in a body, and the endpoint where vLLM does it itself.
+RULES = {"billing_header": (_billing_header, MESSAGES), "tools_sorted": (_tools_sorted, None)}
 
 
 class Rewritten(NamedTuple):
-    """A body after the rules."""
-
     edits: tuple[Edit, ...]
     applied: tuple[str, ...]  # rules that changed it
     could: tuple[str, ...]  # rules that are off and would have
@@ -77,8 +59,8 @@ def rewrite(body: Mapping[str, Any], switched_on: frozenset[str], endpoint: str)
     """What the rules make of a request to `endpoint`; `switched_on` holds names out of `RULES`."""
     edits: list[Edit] = []
     applied, could = [], []
-    for name, rule in RULES.items():
-        if endpoint in rule.not_at or not (changes := rule.edits(body)):
+    for name, (edits_in, not_at) in RULES.items():
+        if endpoint == not_at or not (changes := edits_in(body)):
             continue
         if name in switched_on:
             edits += changes

@@ -27,10 +27,7 @@ _OPENS, _DELTA, _ENDS = "content_block_start", "content_block_delta", "content_b
 
 
 def chat_of(body: Mapping[str, Any], *, merges: bool = False) -> dict[str, Any]:
-    """The request to the chat API that a request to /v1/messages means, and which refuses what holds no chat.
-
-    `merges`: all system messages are one, the first, for templates that take no other.
-    """
+    """The request to the chat API that one to /v1/messages means; `merges`: all system messages are one, the first."""
     chat = messages_request(body)
     made = dict(chat.body) if chat is not None else {"model": body.get("model"), "messages": []}
     told = [message["content"] for message in made["messages"] if merges and message["role"] == "system"]

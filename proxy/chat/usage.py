@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-# More than any engine takes: what a worker reports beyond it is nonsense.
-MAX_TOKENS = 2**40
+MAX_TOKENS = 2**40  # more than any engine takes: what a worker reports beyond it is nonsense
 
 
 class Usage(NamedTuple):
@@ -28,7 +27,6 @@ class PassingUsage:
         self._held = b""
 
     def see(self, piece: bytes) -> None:
-        """The next piece."""
         text = self._held + piece
         at = text.rfind(_KEY)
         self._held = text[at : at + MOST_USAGE_BYTES] if at >= 0 else text[-len(_KEY) :]

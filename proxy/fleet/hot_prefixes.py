@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from proxy.boundaries.boundary import Entry, Found
-from proxy.chat.chat import RESPONSES
+from proxy.chat.reader import HINTED
 from proxy.http.json_body import HINT, PIN, TRANSFERS, XARGS, with_fields
 
 T = TypeVar("T")
@@ -24,9 +24,6 @@ HALF_LIFE = 300.0  # seconds; a prefix that nobody has used for so long counts h
 ENTRY_BYTES = 2000  # of an entry beside its body
 MAX_REPLAYS = 64
 CONCURRENCY = 4  # replays at once: enough to fill passes, few enough that the hottest prefixes are there first
-
-_ONE_TOKEN = {"max_tokens": 1, "stream": False}
-_ONE_TOKEN_OF_A_RESPONSE = {"max_output_tokens": 1, "stream": False, "store": False}
 
 _OF_THE_ANSWER = (
     "stream_options",
@@ -56,7 +53,7 @@ class WarmupRequest(NamedTuple):
 
     def body_with(self, hint: Sequence[Entry], *, pin: bool | None = None) -> bytes:
         """The request for one token, with this hint. `pin`: the engine is to keep the prompt, or to let it go again."""
-        put = {**self.put, **(_ONE_TOKEN_OF_A_RESPONSE if self.endpoint == RESPONSES else _ONE_TOKEN)}
+        put = {**self.put, **HINTED[self.endpoint].one_token, "stream": False}
         put[XARGS] = {HINT: list(hint)} if pin is None else {HINT: list(hint), PIN: int(pin)}
         return with_fields(self.raw, self.names, put, (*_OF_THE_ANSWER, *TRANSFERS))
 

@@ -3,52 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import enum
 import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from functools import cache
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from proxy.errors import BodyTooLarge, InvalidHttp, Overloaded, TooSlow
-from proxy.http.body_memory import BodyHold
+from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
 
 Scope = MutableMapping[str, Any]
-
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 HeaderList = list[tuple[bytes, bytes]]
 
 # RFC 9110, 7.6.1.
 HOP_BY_HOP = frozenset(
-    (
-        b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
-        b"upgrade"
-    ).split()
+    b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer transfer-encoding "
+    b"upgrade".split()
 )
 
 # Request headers that the gateway sets itself, or that only it and other trusted hops may send to a worker.
-RECOMPUTED = frozenset(b"content-length host expect x-request-id x-seamark-outcome x-seamark-boundaries".split())
+RECOMPUTED = HOP_BY_HOP | frozenset(
+    b"content-length host expect x-request-id x-seamark-outcome x-seamark-boundaries".split()
+)
 
 # A client's key is for the gateway alone; workers have a key of their own, if any.
 RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
 
 # Response headers that the gateway sets itself. A worker may be a gateway too; its headers must not travel on.
-OWN_RESPONSE = frozenset(
-    (
-        b"content-length x-request-id x-seamark-worker x-seamark-boundary x-seamark-predicted x-seamark-cached "
-        b"x-seamark-reason x-seamark-outcome x-seamark-cache x-seamark-overhead-ms"
-    ).split()
+OWN_RESPONSE = HOP_BY_HOP | frozenset(
+    b"content-length x-request-id x-seamark-worker x-seamark-boundary x-seamark-predicted x-seamark-cached "
+    b"x-seamark-reason x-seamark-outcome x-seamark-cache x-seamark-overhead-ms".split()
 )
 
 _NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is not accepted (RFC 9110, 12.4.2)
 
-# ASGI extension of the gateway's own server: a function that registers a callback for when the client leaves.
-ON_DISCONNECT = "seamark.on_disconnect"
+# ASGI extensions of the gateway's own server: functions, and then facts that are there or not.
+ON_DISCONNECT = "seamark.on_disconnect"  # registers a callback for when the client leaves
+BODY_STATE = "seamark.body_state"  # says how far the server has come with the body, as a `BodyState`
+HOLD_HEAD = "seamark.hold_head"  # holds the head of an answer back: called before it if the whole body is sent next
+WANTS_WEBSOCKET = "seamark.wants_websocket"  # the client offered to go on as one
+IS_CROWDED = "seamark.is_crowded"  # there are more connections than fit: the request is to be refused
 
-# Another: a function that says how far the server has come with the body, as a `BodyState`.
-BODY_STATE = "seamark.body_state"
+IS_WHOLE = "seamark.is_whole"  # in the message of a head whose whole body is sent next
 
 
 class BodyState(enum.Enum):
@@ -66,18 +65,83 @@ class Pace(NamedTuple):
     rate: float  # bytes a second of the whole, beyond the grace; 0: no bound
 
 
-# Another: a function that holds the head of an answer back; it is called before the head is sent if the whole body
-# is sent next.
-HOLD_HEAD = "seamark.hold_head"
+# A key may hold so many times what is free: two thirds of all if no other holds anything, and less as others come. So
+# there is always room for one more key (dynamic thresholds: Choudhury and Hahne, 1998).
+TIMES_WHAT_IS_FREE = 2
 
-# A mark in the message of such a head.
-IS_WHOLE = "seamark.is_whole"
+# A body of so many bytes may take what is left. A larger one leaves a sixteenth of all, so that no number of large ones
+# keeps a chat out.
+SMALL_BYTES = 2**16
+LEFT_BY_LARGE = 1 / 16
 
-# Another, if the client offered to go on as a websocket.
-WANTS_WEBSOCKET = "seamark.wants_websocket"
+# glibc gives back to the system only the end of its heap, and large bodies lie between small objects. Once so much has
+# been freed, everything is given back; that takes some milliseconds.
+TRIM_AFTER_BYTES = 32 * 2**20
 
-# Another, if there are more connections than fit: the request is to be refused.
-IS_CROWDED = "seamark.is_crowded"
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # None: another libc
+
+
+class BodyMemory:
+    """What all bodies take together, in bytes: one bound for all of them, and a share of it per API key."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.held = 0
+        self._freed = 0  # since the heap was given back
+        self._of_owners: Counter[Hashable] = Counter()
+
+    def of(self, owner: Hashable = None) -> BodyHold:
+        """An empty hold for one request; `owner` is its API key, None without keys."""
+        return BodyHold(self, owner)
+
+    def grow(self, owner: Hashable, size: int, of_body: int) -> None:
+        """Raises `Overloaded` or `KeyBusy` if there is no room for so many bytes more of a body of `of_body`."""
+        held = self.held + size
+        if held > self._most * (1 if of_body <= SMALL_BYTES else 1 - LEFT_BY_LARGE):
+            raise Overloaded("The gateway holds as many request bodies as it may (setting max_bodies_bytes).")
+        if owner is not None:
+            of_owner = self._of_owners[owner] + size
+            if of_owner > TIMES_WHAT_IS_FREE * (self._most - held):
+                raise KeyBusy("The request bodies of this API key take as much as one may (setting max_bodies_bytes).")
+            self._of_owners[owner] = of_owner
+        self.held = held
+
+    def shrink(self, owner: Hashable, size: int) -> None:
+        self.held -= size
+        if owner is not None:
+            self._of_owners[owner] -= size
+            if not self._of_owners[owner]:
+                del self._of_owners[owner]
+        self._freed += size
+        if self._freed >= TRIM_AFTER_BYTES and _trim is not None:
+            self._freed = 0
+            _trim(0)
+
+
+@dataclass(slots=True, eq=False)
+class BodyHold:
+    """What one request's body takes, until its context is left."""
+
+    _memory: BodyMemory
+    _owner: Hashable
+    size: int = 0
+
+    def __enter__(self) -> BodyHold:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.give_back()
+
+    def take(self, size: int) -> None:
+        """So many bytes more. Raises `Overloaded` or `KeyBusy`."""
+        self._memory.grow(self._owner, size, self.size + size)
+        self.size += size
+
+    def give_back(self, size: int | None = None) -> None:
+        """So many bytes less; all of them if no number is given."""
+        size = self.size if size is None else size
+        self._memory.shrink(self._owner, size)
+        self.size -= size
 
 
 class ClientGone(Exception):
@@ -105,7 +169,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
     # twice, and leave holes in the heap.
     body = bytearray()
     size = 0
-    state = scope.get("extensions", {}).get(BODY_STATE, _coming)
+    state = scope.get("extensions", {}).get(BODY_STATE, lambda: BodyState.COMING)
     began: float | None = None  # reading had to wait from then on
     try:
         while True:
@@ -147,10 +211,6 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
         raise
 
 
-def _coming() -> BodyState:
-    return BodyState.COMING
-
-
 MOST_DIGITS = 20  # of a length
 
 
@@ -183,8 +243,7 @@ def codings(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
 
 
 def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> HeaderList:
-    """The headers that travel on: all but hop-by-hop ones, those that `Connection` names, and `dropped`."""
-    dropped = _with_hop_by_hop(dropped)
+    """The headers that travel on: all but `dropped`, `HOP_BY_HOP` among them, and those that `Connection` names."""
     kept: HeaderList = []
     named: set[bytes] = set()
     for key, value in headers:
@@ -210,11 +269,6 @@ def _takes_identity(accepted: list[bytes]) -> bool:
         coding, _, weight = each.partition(b";")
         weights[coding.strip()] = weight.strip()
     return _NONE_SUCH.fullmatch(weights.get(b"identity", weights.get(b"*", b""))) is None
-
-
-@cache
-def _with_hop_by_hop(dropped: frozenset[bytes]) -> frozenset[bytes]:
-    return dropped | HOP_BY_HOP
 
 
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:

@@ -21,15 +21,12 @@ from proxy.errors import Forbidden, NotFound, Unauthorized
 from proxy.http import asgi
 
 SALT_BYTES = 24
-
 ID_BYTES = 16  # at random in a response's id, and of the proof behind them
-
+_SHA256 = re.compile("[0-9a-fA-F]{64}")
 _RESPONSE_ID = re.compile(rf"resp_([0-9a-f]{{{2 * ID_BYTES}}})([0-9a-f]{{{2 * ID_BYTES}}})")
 
 
 class KeyEntry(BaseModel):
-    """A key's entry in the file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     sha256: tuple[str, ...] = Field(min_length=1)  # several while one key replaces another
@@ -42,12 +39,11 @@ class KeyEntry(BaseModel):
     @classmethod
     def _hashes(cls, value: object) -> object:
         found = [value] if isinstance(value, str) else value
-        if isinstance(found, list | tuple):
-            for each in found:
-                if not isinstance(each, str) or len(each) != 64 or set(each.lower()) - set("0123456789abcdef"):
-                    raise ValueError("a SHA-256 has 64 hexadecimal digits; `seamark key NAME` makes one")
-            return tuple(each.lower() for each in found)
-        return value
+        if not isinstance(found, list | tuple):
+            return value
+        if not all(isinstance(each, str) and _SHA256.fullmatch(each) for each in found):
+            raise ValueError("a SHA-256 has 64 hexadecimal digits; `seamark key NAME` makes one")
+        return tuple(each.lower() for each in found)
 
 
 EXAMPLE = """\
@@ -129,7 +125,6 @@ class KeyRing:
         self._load()
 
     def refresh(self) -> None:
-        """Read the file again if it has changed."""
         if self.file.refresh():
             self._load()
 
@@ -188,23 +183,13 @@ def _presented(scope: asgi.Scope) -> list[bytes]:
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 ADMIN_OF_WORKERS = frozenset({LOAD_ADAPTER, UNLOAD_ADAPTER})
-
-# The worker reads no cache salt there.
-UNSALTED = frozenset({"/v2/embed"})
-
-# Rendering a request shows the salt in it.
-SHOWS_THE_SALT = ("/render", "/render/")
-
+UNSALTED = frozenset({"/v2/embed"})  # the worker reads no cache salt there
+SHOWS_THE_SALT = ("/render", "/render/")  # rendering a request shows the salt in it
 OPEN = frozenset({"/health", "/ready"})
-
 EXPLANATIONS = "/seamark/requests/"
-
 PREFIXES = "/seamark/prefixes"
-
 ROOT = "/"  # leads to the page
-
 PAGE = "/ui"
-
 LIVE = "/seamark/live"
 
 

@@ -11,11 +11,10 @@ import asyncio
 import errno
 import os
 import select
-import socket
 from base64 import b64encode
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import aiohttp
@@ -43,7 +42,6 @@ OWN_SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOME
 MORE_HEADER_BYTES = 8192
 
 MOST_OWN_BYTES = 2**26  # of an answer to one of the gateway's own requests
-
 FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, ConnectionError)
 
 
@@ -108,10 +106,7 @@ class Answer:
             raise _broken(error) from error
 
     async def lines(self, most: int) -> AsyncIterator[bytes]:
-        """The body's lines as they come, the last one ended or not.
-
-        Raises `Broken` when the worker breaks off, `OverBound` for a line of more than about `most` bytes.
-        """
+        """The body's lines, the last one ended or not. Raises `Broken`, `OverBound` past about `most` bytes of one."""
         begun = bytearray()
         async for chunk in self.chunks():
             *ended, last = chunk.split(b"\n")
@@ -140,13 +135,11 @@ class Upstream:
     """Connections to all workers. It needs a running event loop; call `aclose` afterwards."""
 
     def __init__(self, connect_timeout: float, max_header_bytes: int, api_key: str | None = None) -> None:
-        """`connect_timeout` in seconds; `max_header_bytes`: of a request's head.
-
-        `api_key` is the workers' key, for the gateway's own requests.
-        """
+        """`connect_timeout` in seconds; `max_header_bytes`: of a request; `api_key`: the workers', for own requests."""
         self._connect_timeout = connect_timeout
         self._max_field = max_header_bytes + MORE_HEADER_BYTES
-        self._timeout = cache(partial(_timeout, connect_timeout))
+        # The whole has no limit: a cold prefill takes minutes, and an answer may take any time.
+        self._timeout = cache(lambda read: aiohttp.ClientTimeout(sock_connect=connect_timeout, sock_read=read))
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether each request opens a new connection
         self._credentials: dict[str, tuple[bytes, bytes]] = {}  # header, by address
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
@@ -170,13 +163,9 @@ class Upstream:
             headers = self._authorized(url, headers)
         payload = _Payload(body) if body or method not in SAFE else None
         try:
-            response = await self._session(fresh).request(
-                method,
-                _parsed(url),
-                headers=_as_text(headers),
-                data=payload,
-                allow_redirects=False,
-                timeout=self._timeout(read_timeout),
+            session, timeout = self._session(fresh), self._timeout(read_timeout)
+            response = await session.request(
+                method, _parsed(url), headers=_as_text(headers), data=payload, allow_redirects=False, timeout=timeout
             )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             kind = Refused if getattr(error, "errno", None) == errno.ECONNREFUSED else Unreachable
@@ -256,16 +245,11 @@ class Upstream:
         return session
 
 
-def _timeout(connect: float, read: float | None) -> aiohttp.ClientTimeout:
-    """Seconds. The whole has no limit: a cold prefill takes minutes, and an answer may take any time."""
-    return aiohttp.ClientTimeout(total=None, sock_connect=connect, sock_read=read)
-
-
 def _new_session(fresh: bool, max_field: int) -> aiohttp.ClientSession:
     """`max_field` in bytes, of a status line and of each header."""
     kept: dict[str, Any] = {"force_close": True} if fresh else {"keepalive_timeout": KEEPALIVE_SECONDS}
     session = aiohttp.ClientSession(
-        connector=_Connector(limit=0, socket_factory=_no_delay, **kept),
+        connector=_Connector(limit=0, **kept),
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         # The worker sees the client's headers and no others.
@@ -275,13 +259,6 @@ def _new_session(fresh: bool, max_field: int) -> aiohttp.ClientSession:
     )
     session._retry_connection = False  # aiohttp would send again by itself, even on a new connection
     return session
-
-
-def _no_delay(address: tuple[Any, ...]) -> socket.socket:
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return made
 
 
 @lru_cache(1024)

@@ -18,9 +18,7 @@ from proxy.idle_work import Steps
 # In JSON, a name may be written with escapes.
 _NAMES = (HINT, PIN, LOAD, *TRANSFERS)
 _FORBIDDEN = re.compile("|".join((*map(re.escape, _NAMES), r"\\u00[0-9A-Fa-f]{2}")).encode())
-
 _XARGS = XARGS.encode()
-
 MULTIPART, URLENCODED = b"multipart/", b"application/x-www-form-urlencoded"
 
 # What every reader takes in the same way. Others know escapes, encoded words, and `boundary*=utf-8''..`.
@@ -40,15 +38,10 @@ CHARSET_FIELD = b"_charset_"  # RFC 7578: its value is the character set of all 
 # Others could spell a field's name in other bytes.
 _PLAIN_CHARSETS = frozenset({b"utf-8", b"utf8", b"us-ascii", b"ascii", b"iso-8859-1", b"latin-1"})
 _PLAIN_ENCODINGS = frozenset({b"7bit", b"8bit", b"binary"})
-
 _CHARSET = re.compile(rb"charset[^;=]*=?([^;]*)")
-
 _HEAD_LINE = re.compile(rb"([\w!#$%&'*+.^`|~-]+):([^\r\n\0]*)")
-
 MAX_HEAD_BYTES, MAX_NAME_BYTES = 8192, 1024  # of a part, and of the name of a model
-
 MOST_PARTS = 256
-
 STEP_BYTES = 2**15  # looked through in one step
 
 _WRONG_TYPE = (
@@ -70,10 +63,7 @@ def is_form(headers: HeaderList) -> bool:
 
 
 def refuse_urlencoded(headers: HeaderList) -> None:
-    """Raises `BadRequest` if the headers (names in lower case) announce a form without files.
-
-    No route of vLLM takes one, and it might be JSON at the same time.
-    """
+    """Raises `BadRequest` for a form without files: no route of vLLM takes one, and it might be JSON, too."""
     if any(name == b"content-type" and URLENCODED in value.lower() for name, value in headers):
         raise BadRequest(f"vLLM reads no {URLENCODED.decode()}. Send application/json or multipart/form-data.")
 

@@ -14,7 +14,6 @@ import msgspec
 from proxy.errors import BadRequest, TooComplex
 
 XARGS = "vllm_xargs"
-
 HINT = "seamark_boundaries"
 
 # Also in `vllm_xargs`, and never from clients: 1 has the engine keep the prompt in its cache, 0 let it go.
@@ -27,13 +26,9 @@ LOAD = "seamark_load"
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 
 _DECODER = json.JSONDecoder()
-
 _decode_fast = msgspec.json.Decoder().decode
-
 _WHITESPACE = re.compile(r"[\ufeff \t\n\r]*")
-
 _TO_A_CHARACTER = re.compile(rb"\\*.?", re.DOTALL)  # with what escapes it, whether that has begun or not
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 # Values are objects, arrays and named values. Other elements of arrays, such as token ids, are counted by the ten.
@@ -49,13 +44,9 @@ _NO_STRUCTURE = bytes(set(range(256)) - set(b"[{]},:"))
 _STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
 
 _CONTAINERS = frozenset((dict, list))
-
 _NUMBERS = frozenset((int, float))
-
 NUMBERS_PER_VALUE = 100  # in a list of nothing else
-
 NUMBER_BYTES = 32  # of one that is not shared, as small ones are
-
 MOST_PER_BYTE = 32  # bytes that a byte of JSON can become: in objects with one short name
 
 
@@ -67,15 +58,11 @@ class Memory(NamedTuple):
 
 
 NOTHING = Memory(0, 0)
-
 SLICE = 1 << 20  # bytes looked through at once: one of quotes alone becomes fifty times as many
 
 
 def as_utf8(raw: bytes) -> bytes:
-    """A JSON body in UTF-8 without a byte order mark, from any encoding that JSON readers accept.
-
-    Returns `raw` itself if it is already such a body. Raises `BadRequest`.
-    """
+    """A JSON body of any encoding in UTF-8 without a byte order mark; `raw` if it is one. Raises `BadRequest`."""
     encoding = json.detect_encoding(raw)
     if encoding == "utf-8":
         return raw
@@ -193,10 +180,7 @@ def count(value: Any) -> int:
 
 
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:
-    """`raw` with the outermost fields `put` set to these values and `dropped` removed; other fields stay byte for byte.
-
-    `names` are the outermost names in `raw`, an object in UTF-8.
-    """
+    """`raw`, an object of these `names` in UTF-8, with `put` set and `dropped` removed; the rest byte for byte."""
     gone = {name for name in (*put, *dropped) if name in names}
     if gone:
         raw = _without(raw, gone)
@@ -215,25 +199,8 @@ def _without(raw: bytes, names: Collection[str]) -> bytes:
     return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
 
-def with_hint(raw: bytes, parsed: dict[str, Any], entries: Sequence[int | str], load: str = "") -> bytes:
-    """`raw` with these `entries` as its hint. A hint from the client is replaced, if need be by an empty one.
-
-    `load`: the value of `LOAD`, none if it is empty. Everything else stays byte for byte. `parsed` is what
-    `parse_object` makes of it. Returns `raw` itself if there is nothing to change, or if the client's `vllm_xargs` is
-    not an object: the worker refuses such a request.
-    """
-    if not json.detect_encoding(raw).startswith("utf-8"):
-        return raw
-    xargs = parsed.get(XARGS)
-    if xargs is not None and not isinstance(xargs, dict):
-        return raw
-    put: dict[str, Any] = {HINT: list(entries)} if entries or HINT in (xargs or ()) else {}
-    if load:
-        put[LOAD] = load
-    if not put:
-        return raw
-    if XARGS not in parsed:
-        return with_fields(raw, parsed, {XARGS: put})
+def with_xargs(raw: bytes, xargs: Mapping[str, Any] | None, put: Mapping[str, Any]) -> bytes:
+    """`raw`, in UTF-8, with `put` in its `vllm_xargs`, which says `xargs` now. Everything else stays byte for byte."""
     text = raw.decode(errors="surrogatepass")
     start, end = _find(text, (XARGS,))
     given = text[start:end].encode(errors="surrogatepass")

@@ -10,12 +10,11 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.boundaries.boundary import Entry, Found, resolved_positions
+from proxy.boundaries.boundary import Found, resolved_positions
 from proxy.chat.chat import RESPONSES, flag
 from proxy.chat.usage import Usage
 from proxy.fleet.part import Change, Part
@@ -37,16 +36,10 @@ if TYPE_CHECKING:
     from proxy.observability.tracing import Tracing
 
 logger = logging.getLogger("seamark.gateway")
-
 NOT_FOUND = 404
-
-# A change is sought if more than one in so many tokens of a prompt was computed.
-MOST_PARTS = 8
-
+MOST_PARTS = 8  # a change is sought if more than one in so many tokens of a prompt was computed
 SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
-
 FORGET_SECONDS = 1.0  # between two looks at workers that are gone
-
 UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
 
 
@@ -95,11 +88,7 @@ class Accounting(Part):
             self._reader.stored.put(None, answer, exchange.worker.boot, exchange.head.owner)
 
     def reported(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> None:
-        """A worker has reported in an answer that is on its way to the client.
-
-        `answer`: parsed; for a stream, its last response object. What the next request may build on is noted; the rest
-        is left to `settle`.
-        """
+        """Note what the next request builds on; `settle` does the rest. `answer`: parsed; a stream's last response."""
         exchange.outcome = outcome
         outcome.engine_id = _engine_id(exchange, answer)
         if exchange.worker is not None:
@@ -109,10 +98,7 @@ class Accounting(Part):
                 self._learn(exchange, outcome.usage.prompt)
 
     async def answered(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> str | None:
-        """The same of an answer that has not begun, which tells the reason for what came from the cache.
-
-        Returns it, None if the worker does not report what came. Goes on if the client leaves meanwhile.
-        """
+        """The same of an answer that has not begun; its reason, if the worker reports. Goes on without the client."""
         self.reported(exchange, outcome, answer)
         if not self._count_outcome(exchange, outcome):
             return None
@@ -157,7 +143,6 @@ class Accounting(Part):
         self._tell(exchange)
 
     def _count(self, exchange: Exchange) -> None:
-        """Count the request itself."""
         worker, status, head = exchange.worker, exchange.reply.status, exchange.head
         model = exchange.model_label = self._model_label(exchange, status)
         name = worker.name if worker is not None else ""
@@ -184,7 +169,6 @@ class Accounting(Part):
         return family.labels(*labels)
 
     def _so_far(self, exchange: Exchange, record: Record) -> Explanation:
-        """What is known of a request by now."""
         head, prompt, worker, outcome = exchange.head, exchange.prompt, exchange.worker, exchange.outcome
         found = prompt.found or Found()
         status = exchange.reply.status if exchange.is_over else None
@@ -224,7 +208,6 @@ class Accounting(Part):
             self._leaving.append(worker)
 
     async def run(self) -> None:
-        """Forget the figures of workers that are gone, for ever."""
         while True:
             await asyncio.sleep(FORGET_SECONDS)
             await self._idle.lull()
@@ -299,14 +282,6 @@ class Accounting(Part):
             self._reader.told(found.turn_key, prompt - found.end)
             self._prefix_index.set_length(found.turn_key, prompt - found.end)
 
-    def _learn_positions(self, found: Found, positions: Mapping[Entry, int], prompt: int) -> None:
-        """The engine has resolved the hint: an engine whose feed cannot be followed says so here alone."""
-        for boundary in found.boundaries:
-            tokens = positions.get(boundary.entry, 0) if boundary.entry is not None else 0
-            if 0 < tokens <= prompt:
-                self._reader.told(boundary.key, tokens)
-                self._prefix_index.set_length(boundary.key, tokens)
-
     async def _ask_engine(self, exchange: Exchange, outcome: RequestOutcome) -> None:
         """Explain a stream once its engine has been asked."""
         try:
@@ -333,17 +308,15 @@ class Accounting(Part):
         metrics, timings, engine, model = self._metrics, exchange.timings, outcome.engine, outcome.model
         found = exchange.prompt.found or Found()
         positions = resolved_positions(exchange.body.hint, engine.positions if engine is not None else ())
-        self._learn_positions(found, positions, prompt)
+        for boundary in found.boundaries:  # an engine whose feed cannot be followed says so here alone
+            tokens = positions.get(boundary.entry, 0) if boundary.entry is not None else 0
+            if 0 < tokens <= prompt:
+                self._reader.told(boundary.key, tokens)
+                self._prefix_index.set_length(boundary.key, tokens)
         # What came, beside what could have come: the engine's word where there is one.
-        tokens = {b.key: positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries}
-        delivery = Delivery.of(
-            expected,
-            prompt,
-            cached,
-            shared=engine.shared if engine is not None else None,
-            deepest=max(tokens.values(), default=0),
-            engine=engine.reason if engine is not None else None,
-        )
+        ends = [positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries]
+        shared, told = (engine.shared, engine.reason) if engine is not None else (None, None)
+        delivery = Delivery.of(expected, prompt, cached, shared, deepest=max(ends, default=0), engine=told)
         change = yield from self._change(exchange, expected, delivery)
         if change is not None:
             delivery = delivery._replace(unchanged=change.token + change.lost)
@@ -351,9 +324,8 @@ class Accounting(Part):
         labels = (model, choice.worker.name)
         self._counter(metrics.shareable_tokens, *labels).inc(delivery.shareable)
         self._counter(metrics.shared_tokens, *labels).inc(min(delivery.shareable, cached))
-        self.sums.add(
-            prompt, delivery.shareable, cached, change.lost if change is not None and not change.is_salt else 0
-        )
+        lost = change.lost if change is not None and not change.is_salt else 0
+        self.sums.add(prompt, delivery.shareable, cached, lost)
         if cached < expected.found(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []

@@ -20,21 +20,14 @@ from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import LOAD_ADAPTER, UNLOAD_ADAPTER
 from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.idle_work import beside
 from proxy.pipeline.exchange import Choice, Exchange
 
 # Not a field of vLLM, which reads over it: whose adapter it is, where several models are served.
 BASE = "base_model_name"
 
 MOST_CHARACTERS = 200  # of a worker's own words in an error
-
 NO_ROUTE = "it has no such route: start it with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-
-
-class _Site(NamedTuple):
-    """A worker, and the pool that knows it."""
-
-    pool: WorkerPool
-    worker: Worker
 
 
 class _Changed(NamedTuple):
@@ -55,73 +48,56 @@ class _Changed(NamedTuple):
 
 @dataclass(eq=False)
 class AdapterChanges:
-    """Has all workers change."""
-
     _pools: Sequence[WorkerPool]
     _upstream: Upstream
     _silence_timeout: float  # seconds: how long a worker may take for a change
     _turn: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)  # all workers get changes in the same order
-    _tasks: set[asyncio.Task[_Changed]] = field(init=False, default_factory=set)
 
     async def serve(self, exchange: Exchange) -> None:
-        """Change it everywhere, and answer as vLLM does. Goes on if the client leaves meanwhile.
-
-        Raises `AdapterNotEverywhere`, `BadRequest` if it is not clear whose adapter it is, or `NoWorker`.
-        """
-        task = asyncio.create_task(self._change(exchange))
-        self._tasks.add(task)
-        task.add_done_callback(self._over)
+        """Change it everywhere, with a client or without. Raises `AdapterNotEverywhere`, `BadRequest`, `NoWorker`."""
+        task = beside(self._change(exchange))
+        task.add_done_callback(_over)
         with exchange.timings.waiting():
             outcome = await asyncio.shield(task)
         exchange.give(Choice(outcome.worker))
-        headers = [
-            (b"content-type", outcome.kind),
-            (b"x-seamark-worker", outcome.worker.name.encode()),
-            exchange.head.id_header,
-        ]
+        by = (b"x-seamark-worker", outcome.worker.name.encode())
+        headers = [(b"content-type", outcome.kind), by, exchange.head.id_header]
         await asgi.send_whole(exchange.reply, outcome.status, headers, outcome.body)
-
-    def _over(self, task: asyncio.Task[_Changed]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # its client may have left, whom it would have told
 
     async def _change(self, exchange: Exchange) -> _Changed:
         async with self._turn:
-            await self._look(place for pool in self._pools for place in _places(pool))
-            places = await self._places(exchange)
-            if not any(place.worker.up for place in places):
-                raise no_worker("No worker is ready for this adapter.", [place.worker for place in places])
-            outcomes = await asyncio.gather(*(self._ask(exchange, place.worker) for place in places))
-            await self._look(places)
+            everywhere = [worker for pool in self._pools for worker in _by_address(pool)]
+            await self._look(everywhere)
+            workers = await self._targets(exchange, everywhere)
+            if not any(worker.up for worker in workers):
+                raise no_worker("No worker is ready for this adapter.", workers)
+            outcomes = await asyncio.gather(*(self._ask(exchange, worker) for worker in workers))
+            await self._look(workers)
         return _answer(exchange, outcomes)
 
-    async def _places(self, exchange: Exchange) -> list[_Site]:
+    async def _targets(self, exchange: Exchange, everywhere: list[Worker]) -> list[Worker]:
         """Where the adapter belongs, workers that are down included."""
-        everywhere = [place for pool in self._pools for place in _places(pool)]
         name, base = (exchange.body.parsed.get(field) for field in ("lora_name", BASE))
         if base is not None:
-            places = [place for place in everywhere if place.worker.serves(base)]
-            if not places:
+            if not (named := [worker for worker in everywhere if worker.serves(base)]):
                 raise BadRequest(f"No worker serves the base model {str(base)[:MOST_CHARACTERS]!r}.", param=BASE)
-            return places
+            return named
         if exchange.head.path == UNLOAD_ADAPTER:
-            return [place for place in everywhere if place.worker.serves(name)] or everywhere
-        keys = name_keys(place.worker.names for place in everywhere)  # prefill workers included
-        if len({keys.get(place.worker.names.base) for place in everywhere}) < 2:
+            return [worker for worker in everywhere if worker.serves(name)] or everywhere
+        keys = name_keys(worker.names for worker in everywhere)  # prefill workers included
+        if len({keys.get(worker.names.base) for worker in everywhere}) < 2:
             return everywhere
-        asked = await asyncio.gather(*(self._ask(exchange, place.worker, b"{}") for place in everywhere))
-        places = [place for place, outcome in zip(everywhere, asked, strict=True) if outcome.has_route]
-        models = {keys.get(place.worker.names.base, "") for place in places}
+        asked = await asyncio.gather(*(self._ask(exchange, worker, b"{}") for worker in everywhere))
+        able = [outcome.worker for outcome in asked if outcome.has_route]
+        models = {keys.get(worker.names.base, "") for worker in able}
         if len(models) > 1:
             raise BadRequest(f"Several models may take this adapter: name one of {', '.join(sorted(models))}.", BASE)
-        return places or everywhere
+        return able or everywhere
 
-    @staticmethod
-    async def _look(places: Any) -> None:
+    async def _look(self, workers: Sequence[Worker]) -> None:
         """Have the workers list what they have now, all engines behind one address."""
-        here = {place.worker.address: place.pool for place in places}
-        found = [(pool, worker) for pool in {*here.values()} for worker in pool.workers if worker.address in here]
+        here = {worker.address for worker in workers}
+        found = [(pool, worker) for pool in self._pools for worker in pool.workers if worker.address in here]
         await asyncio.gather(*(pool.ask_models(worker) for pool, worker in found if worker.up))
 
     async def _ask(self, exchange: Exchange, worker: Worker, raw: bytes | None = None) -> _Changed:
@@ -145,9 +121,14 @@ class AdapterChanges:
         return _Changed(worker, answer.status, kind, told, why_not, has_route)
 
 
-def _places(pool: WorkerPool) -> list[_Site]:
-    """One for each address: engines behind the same one load together."""
-    return list({worker.address: _Site(pool, worker) for worker in reversed(pool.workers)}.values())[::-1]
+def _over(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled():
+        task.exception()  # its client may have left, whom it would have told
+
+
+def _by_address(pool: WorkerPool) -> list[Worker]:
+    """One worker for each address: engines behind the same one load together."""
+    return list({worker.address: worker for worker in reversed(pool.workers)}.values())[::-1]
 
 
 def _is_done(exchange: Exchange, worker: Worker, status: int, told: bytes, *, has_route: bool) -> bool:

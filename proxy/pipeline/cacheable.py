@@ -12,23 +12,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES, flag
+from proxy.chat.chat import MESSAGES, RESPONSES, flag
+from proxy.chat.reader import EMBEDDINGS, HINTED
 from proxy.http import asgi
 from proxy.pipeline.exchange import Exchange, choices_of
 
-EMBEDDINGS = "/v1/embeddings"
-
-CACHEABLE = frozenset({CHAT, COMPLETIONS, MESSAGES, RESPONSES, EMBEDDINGS})
-
-# vLLM samples by the seed in requests to these; it drops one in requests to others.
-SEEDED = frozenset({CHAT, COMPLETIONS, RESPONSES})
-
+CACHEABLE = HINTED.keys() | {EMBEDDINGS}
 NO_SEED = -1  # for vLLM
-
 HEADER = b"x-seamark-cache"
-
 ALLOW = b"allow"  # value of the header in a request
-
 ANY_MODEL = "*"
 
 # Request headers on which an answer may depend; without keys of the gateway's own, also who asks the worker.
@@ -47,12 +39,6 @@ KEPT = frozenset(
 
 # What lies at an address may change; what a body holds itself does not. A key that is escaped may be any of these.
 _REMOTE = re.compile(rb'"(?:(?:image_|video_|audio_|file_)?url|[a-z_]*\\u00[0-7][^"]*)"\s*:\s*"(?!data:)')
-
-_FINAL = {
-    CHAT: frozenset({"stop", "length", "tool_calls", "function_call"}),
-    COMPLETIONS: frozenset({"stop", "length"}),
-    MESSAGES: frozenset({"end_turn", "max_tokens", "stop_sequence", "tool_use"}),
-}
 
 _DONE = b"[DONE]"
 
@@ -80,12 +66,8 @@ def directives_in(headers: Iterable[tuple[bytes, bytes]]) -> Directives:
                 word, _, argument = part.strip().partition("=")
                 told[word.strip()] = argument.strip().strip('"')
     age = told.get("max-age")
-    return Directives(
-        "no-store" in told,
-        "no-cache" in told,
-        "private" in told,
-        None if age is None else float(age) if age.isdecimal() else 0.0,
-    )
+    seconds = None if age is None else float(age) if age.isdecimal() else 0.0
+    return Directives("no-store" in told, "no-cache" in told, "private" in told, seconds)
 
 
 def is_allowed(headers: Iterable[tuple[bytes, bytes]], model: Any, models: tuple[str, ...]) -> bool:
@@ -106,12 +88,9 @@ def is_repeatable(exchange: Exchange) -> bool:
         exchange.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
     ):
         return False
-    return _is_greedy(parsed.get("temperature")) or (head.path in SEEDED and _is_seeded(parsed))
-
-
-def _is_greedy(temperature: Any) -> bool:
-    """Whether it is 0, as JSON has it. An absent one is the model's to choose."""
-    return type(temperature) in (int, float) and temperature == 0
+    temperature = parsed.get("temperature")  # an absent one is the model's to choose
+    is_greedy = type(temperature) in (int, float) and temperature == 0
+    return is_greedy or (HINTED[head.path].takes_seed and _is_seeded(parsed))
 
 
 def _is_seeded(body: Mapping[str, Any]) -> bool:
@@ -174,7 +153,6 @@ class Ending:
         self._last = b"", b""  # data of a stream's last two events
 
     def see(self, piece: bytes) -> None:
-        """The next piece."""
         if self._is_odd:
             return
         known = len(self._rest)
@@ -210,11 +188,10 @@ class Ending:
         if self._path == RESPONSES:
             return _is_final_response(answer)
         if self._path == MESSAGES:
-            return answer.get("stop_reason") in _FINAL[MESSAGES]
+            return answer.get("stop_reason") in HINTED[MESSAGES].ends
         choices = answer["choices"]
-        return len(choices) == choices_of(self._asked) and all(
-            choice["finish_reason"] in _FINAL[self._path] for choice in choices
-        )
+        ends = HINTED[self._path].ends
+        return len(choices) == choices_of(self._asked) and all(choice["finish_reason"] in ends for choice in choices)
 
     def _read(self, lines: bytes) -> bool:
         """Take in whole lines of a stream; False for an error."""
@@ -246,7 +223,7 @@ class Ending:
             is_over, wanted = json.loads(last)["type"] == "message_stop", 1
         else:
             is_over, wanted = last == _DONE, choices_of(self._asked)
-        return is_over and len(self._ended) == wanted and _FINAL[self._path].issuperset(self._ended.values())
+        return is_over and len(self._ended) == wanted and HINTED[self._path].ends.issuperset(self._ended.values())
 
 
 def _is_final_response(response: Mapping[str, Any]) -> bool:

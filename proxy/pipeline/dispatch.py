@@ -28,17 +28,12 @@ from proxy.routing.prefix_index import Holding, PrefixIndex
 from proxy.routing.queue import AdmissionQueue
 
 NOT_FOUND = 404
-
 TOO_LONG = 400  # among other things
-
-# Workers that one request asks for a response whose worker is not known.
-MOST_ASKED = 16
+MOST_ASKED = 16  # workers that one request asks for a response whose worker is not known
 
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Chooses workers."""
-
     _load_slack: int  # setting
     _pool: WorkerPool
     _queue: AdmissionQueue
@@ -54,22 +49,15 @@ class Dispatcher:
         return Lease(self, exchange)
 
     async def acquire(self, lease: Lease) -> None:
-        """Take a slot; wait while there is none.
-
-        However often a request is in the queue, it is there for no longer than one may. Raises `NoWorker`, `Overloaded`
-        or `KeyBusy`.
-        """
+        """Take a slot; its waits together last no longer than one. Raises `NoWorker`, `Overloaded` or `KeyBusy`."""
         exchange, key = lease.exchange, lease.exchange.head.key
         model = exchange.model
         timings = exchange.timings
         with timings.waiting():
             await self._pool.find(model)
             kept = exchange.kept_id
-            wants = (
-                model if isinstance(model, str) else None,
-                self._stored.boot(kept, exchange.head.owner) if kept is not None else None,
-                *[worker.name for worker in exchange.asked],
-            )
+            boot = self._stored.boot(kept, exchange.head.owner) if kept is not None else None
+            wants = (model if isinstance(model, str) else None, boot, *[worker.name for worker in exchange.asked])
             timings.asked = time.perf_counter()
             await self._queue.acquire(key, wants, partial(self._take, lease), Lease.never_sent, lease.waited)
             lease.waited += time.perf_counter() - timings.asked
@@ -108,7 +96,6 @@ class Dispatcher:
         return False
 
     def released(self) -> None:
-        """A slot has become free."""
         if len(self._queue):
             self._queue.wake()
 
@@ -176,8 +163,10 @@ class Dispatcher:
             sent = self._prefix_index.sent(found.prefixes, boots)
             ever_sent = self._prefix_index.ever_sent(found.prefixes)
             told = longest.tokens if longest is not None and longest.is_told else 0
+        # In shadow mode a plugin that refuses hints is known, too.
+        without = "unpatched" if engine is None and not worker.refused else "hint_ignored"
         expected = Expectation(
-            failure=found.failure if takes_hints else _failure(worker),
+            failure=found.failure if takes_hints else without,
             sent=sent,
             sent_here=sent is not None and boot in sent.held,
             ever_sent=ever_sent,
@@ -252,7 +241,6 @@ class Lease:
 
     @property
     def has_slot(self) -> bool:
-        """Whether the request is counted at a worker."""
         return self._slot is not None
 
     @property
@@ -264,11 +252,6 @@ class Lease:
     def is_alone(self) -> bool:
         """Whether the worker has had no other request since it got this one."""
         return self._was_idle and self._slot is not None and self.worker.dispatched == self._slot.number
-
-    @property
-    def is_stored(self) -> bool:
-        """Whether it names a stored response, or what a known worker has made: worth waiting for a slot."""
-        return self.exchange.response_id is not None or self._dispatcher.keeper(self.exchange) is not None
 
     async def move(self) -> None:
         """The worker has computed nothing of the request: give its slot back, and wait for another one."""
@@ -358,9 +341,3 @@ def count_at(key: ApiKey | None, requests: int) -> None:
     """So many more requests of an API key are under way. They are counted here and nowhere else."""
     if key is not None:
         key.under_way += requests
-
-
-def _failure(worker: Worker) -> str:
-    """Why a worker gets no hint whatever the request is."""
-    # In shadow mode a plugin that refuses hints is known, too.
-    return "unpatched" if worker.engine is None and not worker.refused else "hint_ignored"

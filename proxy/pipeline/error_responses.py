@@ -25,6 +25,13 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
 }
 
+# What HTTP wants beside a status.
+_HEADERS = {
+    401: {"www-authenticate": "Bearer"},
+    415: {"accept-encoding": "identity"},
+    426: {"upgrade": "HTTP/1.1", "connection": "upgrade"},
+}
+
 
 def error_body(error: GatewayError, path: str = "") -> bytes:
     """The JSON body: OpenAI's envelope, or Anthropic's for its API."""
@@ -39,17 +46,10 @@ def _anthropic(error: GatewayError) -> dict[str, Any]:
 
 
 def error_headers(error: GatewayError) -> dict[str, str]:
-    """The headers that belong to the error."""
     headers = {"content-type": "application/json"}
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
-    if error.status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if error.status == 415:
-        headers["accept-encoding"] = "identity"
-    if error.status == 426:
-        headers |= {"upgrade": "HTTP/1.1", "connection": "upgrade"}
-    return headers
+    return headers | _HEADERS.get(error.status, {})
 
 
 async def send_error(send: asgi.Send, error: GatewayError, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -71,12 +71,7 @@ def _failed_response(error: GatewayError, first: bytes, last: bytes) -> dict[str
     """The `response.failed` event: the response as its first event announced it, numbered after the last one."""
     response = data_of_last(first).get("response")
     number = data_of_last(last).get("sequence_number")
-    return {
-        "type": "response.failed",
-        "sequence_number": number + 1 if isinstance(number, int) else 0,
-        "response": {
-            **(response if isinstance(response, dict) else {"object": "response", "output": []}),
-            "status": "failed",
-            "error": {"code": "server_error", "message": str(error)},
-        },
-    }
+    known = response if isinstance(response, dict) else {"object": "response", "output": []}
+    failed = {**known, "status": "failed", "error": {"code": "server_error", "message": str(error)}}
+    following = number + 1 if isinstance(number, int) else 0
+    return {"type": "response.failed", "sequence_number": following, "response": failed}

@@ -19,7 +19,7 @@ from proxy.errors import BadRequest, NotFound
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_hint
+from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
 from proxy.idle_work import Steps
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
@@ -30,18 +30,14 @@ if TYPE_CHECKING:
     from proxy.observability.tracing import RequestTrace
 
 RESPONSE_PATH = RESPONSES + "/"
-
 _DIGITS = frozenset("0123456789")  # nearly every id has one, no word of a path has
-
 RESPONSE_ACTIONS = frozenset({"render", "input_tokens", "compact"})  # what stands in place of an id there
-
 CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every event
 
 # Milliseconds between a request's arrival and its answer's head, except for those in which it waited.
 OWN_TIME = b"x-seamark-overhead-ms"
 
-# In `vllm_xargs`, beside the hint, which is replaced.
-NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})
+NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})  # in `vllm_xargs`, beside the hint, which is replaced
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
 SESSION_HEADERS = tuple(b"x-session-affinity x-session-id session-id session_id x-claude-code-session-id".split())
@@ -65,12 +61,10 @@ class Head(NamedTuple):
 
     @property
     def is_json(self) -> bool:
-        """Whether the client says that the body is JSON."""
         return any(name == b"content-type" and b"json" in value.lower() for name, value in self.headers)
 
     @property
     def user_agent(self) -> str | None:
-        """What the client calls itself."""
         agent = next((value for name, value in self.headers if name == b"user-agent"), None)
         return agent.decode("latin-1") if agent is not None else None
 
@@ -98,10 +92,7 @@ class Body:
     form_model: str | None = None  # the model that a form names; None if the body is no form
 
     def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
-        """The body has been parsed: settle what the gateway decides in it.
-
-        `asks_usage`: have streams report their tokens if the client does not ask for it. Raises `BadRequest`.
-        """
+        """Settle what the gateway decides in it; `asks_usage`: streams report their tokens. Raises `BadRequest`."""
         self.parsed, self.names = parsed, tuple(parsed)
         for name in TRANSFERS:
             self._drop(name)
@@ -129,18 +120,19 @@ class Body:
 
         `own`: outermost fields to set for the worker that gets them. Everything else is as the client wrote it.
         """
-        put = {**self.put, **own} if own else self.put
-        if XARGS in self.parsed and XARGS not in put:
-            raw = with_hint(self.raw, self.parsed, hint, load)
-            self.hint = hint if raw is not self.raw else ()
-            return with_fields(raw, self.names, put, self.dropped)
-        told: dict[str, Any] = {HINT: hint} if hint or XARGS in put else {}
+        raw, put = self.raw, {**self.put, **own} if own else self.put
+        xargs = put[XARGS] if XARGS in put else self.parsed.get(XARGS)
+        if xargs is not None and not isinstance(xargs, dict):  # the worker refuses such a request
+            hint, load = (), ""
+        told: dict[str, Any] = {HINT: hint} if hint or XARGS in put or (type(xargs) is dict and HINT in xargs) else {}
         if load:
             told[LOAD] = load
-        if told:
-            put = {**put, XARGS: {**put.get(XARGS, NO_FIELDS), **told}}
         self.hint = hint
-        return with_fields(self.raw, self.names, put, self.dropped) if put or self.dropped else self.raw
+        if told and XARGS in self.parsed and XARGS not in put:
+            raw = with_xargs(raw, xargs, told)
+        elif told:
+            put = {**put, XARGS: {**put.get(XARGS, NO_FIELDS), **told}}
+        return with_fields(raw, self.names, put, self.dropped) if put or self.dropped else raw
 
     def as_chat(self, hint: tuple[Entry, ...], own: Mapping[str, Any], load: str, *, merges: bool = False) -> bytes:
         """The bytes to send to the chat API in place of /v1/messages, as `encoded`; `merges`: as of `chat_of`."""
@@ -285,7 +277,6 @@ class Reply:
 
     @property
     def has_lost_client(self) -> bool:
-        """Whether the client has left before it had all of the answer."""
         return self.watch is not None and self.watch.gone
 
     def failed(self, status: int) -> None:
@@ -411,10 +402,7 @@ def affinity_key(headers: asgi.HeaderList, body: Mapping[str, Any]) -> str | Non
 
 
 def user_key(body: Mapping[str, Any], found: Found) -> str | None:
-    """The same of a client that names the user alone, who may have thousands of conversations at once.
-
-    They are told apart by how they begin.
-    """
+    """The same of a client that names the user alone, whose many conversations are told apart by how they begin."""
     user = _text(body, "user") or _text(body.get("metadata"), "user_id")
     if user is None or found.layout is None:
         return None
@@ -445,20 +433,11 @@ def exchange_of(
     send: asgi.Send | None = None,
     watch: asgi.ClientWatch | None = None,
 ) -> Exchange:
-    """The request in an ASGI scope and its body, to be answered by `send`; None: no client waits for it.
-
-    Raises `NotFound` for a path that clients may not use.
-    """
+    """The request in an ASGI scope, to be answered by `send`; None: no client waits for it. Raises as `target_of`."""
     path = scope["path"]
-    head = Head(
-        scope["method"],
-        target_of(scope),
-        path,
-        path if path in ENDPOINTS else "other",
-        asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY),
-        request_id,
-        key,
-    )
+    endpoint = path if path in ENDPOINTS else "other"
+    headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY)
+    head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key)
     timings = Timings()
     reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD), watch)
     return Exchange(head, Body(raw), reply, reply, request_id, timings=timings)

@@ -34,16 +34,13 @@ from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
-# How vLLM's answers begin.
-_ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"')
+_ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"')  # how vLLM's answers begin
 
 # The worker then says in a whole answer's headers what became of the hint.
 ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
 
 
-# A worker, or a proxy before it, says by these that it has not computed the request.
-NOT_TAKEN = (502, 503)
-
+NOT_TAKEN = (502, 503)  # a worker, or a proxy before it, says by these that it has not computed the request
 UNREACHABLE, STALE, NOT_STORED, REFUSED = "unreachable", "stale", "not_found", "refused"
 
 
@@ -66,20 +63,16 @@ RETRIES: Mapping[str, _Retry] = {
 
 NO_ROUTE = (404, 405, 501)
 NOT_RENDERED = (400, 422, 500)  # what a template refuses
-
 EVENT_STREAM = "text/event-stream"
 
 # Headers of a chat that say something else of a message.
 NOT_OF_MESSAGES = ("content-length", "content-encoding", "content-type")
 
-# Statuses without a body, and without a length to announce.
-BODILESS = (204, 304)
+BODILESS = (204, 304)  # statuses without a body, and without a length to announce
 
 
 @dataclass(eq=False)
 class ResponseRelay:
-    """Has workers answer."""
-
     _settings: Settings
     _metrics: Metrics
     _pool: WorkerPool
@@ -141,7 +134,9 @@ class ResponseRelay:
             if failed == UNREACHABLE and tries[failed] > len(self._pool.workers):
                 lease.never_sent()
                 raise no_worker("No worker could be reached.", self._pool.workers)
-            waits = retry.waits and (answer is None or lease.is_stored)
+            # What is stored, or a known worker has made, is worth waiting for a slot.
+            is_kept = exchange.response_id is not None or self._dispatcher.keeper(exchange) is not None
+            waits = retry.waits and (answer is None or is_kept)
             if answer is not None:
                 if not waits and (tries[failed] > retry.most or not lease.move_now()):
                     return _with_valid_status(answer)
@@ -166,14 +161,8 @@ class ResponseRelay:
         target, raw = self._encoded(lease, transfer, merges=merges)
         try:
             with exchange.timings.waiting():
-                answer = await self._upstream.send(
-                    head.method,
-                    worker.address + target,
-                    worker.addressed(headers),
-                    raw,
-                    self._settings.silence_timeout,
-                    fresh,
-                )
+                url, timeout = worker.address + target, self._settings.silence_timeout
+                answer = await self._upstream.send(head.method, url, worker.addressed(headers), raw, timeout, fresh)
         except Exhausted:
             lease.never_sent()
             raise Overloaded("The gateway has no descriptor or port left for another connection.") from None

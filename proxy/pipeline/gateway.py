@@ -27,10 +27,9 @@ from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
 from proxy.pipeline.forward import ResponseRelay
-from proxy.pipeline.handler import Answering, BodyReader, RequestHandler
+from proxy.pipeline.handler import Answering, BodyReader, Preflights, RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
 from proxy.pipeline.prefill import Prefills
-from proxy.pipeline.preflight import Preflights
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.replayer import Replayer, WarmUp
 from proxy.pipeline.response_cache import ResponseCache
@@ -44,8 +43,7 @@ if TYPE_CHECKING:
     from proxy.observability.tracing import Tracing
     from proxy.routing.redis_sync import RedisSync
 
-# Seconds between two looks at the files that are read again when they change.
-FILES_INTERVAL = 1.0
+FILES_INTERVAL = 1.0  # seconds between two looks at the files that are read again when they change
 
 
 class Gateway:
@@ -127,15 +125,9 @@ class Gateway:
         if tracing is not None:
             shelf.put(tracing)
         pools = [self.pool] if self.prefill_pool is None else [self.pool, self.prefill_pool]
-        self.handler = RequestHandler(
-            self.keys,
-            BodyReader(settings, idle),
-            reader,
-            answer,
-            self.accounting,
-            Preflights(self.pool, self.upstream),
-            AdapterChanges(pools, self.upstream, settings.silence_timeout),
-        )
+        bodies, preflights = BodyReader(settings, idle), Preflights(self.pool, self.upstream)
+        adapters = AdapterChanges(pools, self.upstream, settings.silence_timeout)
+        self.handler = RequestHandler(self.keys, bodies, reader, answer, self.accounting, preflights, adapters)
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))
         self._files: list[tuple[WatchedFile[Any], Callable[[], None]]] = []
@@ -158,7 +150,6 @@ class Gateway:
 
     @property
     def text_held(self) -> int:
-        """Bytes of prompts in memory."""
         return self.reader.held + self.shelf.held
 
     def _watch(self, setting: str, file: WatchedFile[Any] | None, refresh: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ Bodies travel as bytes. A failure while boundaries are sought costs the hint, ne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
@@ -14,29 +15,21 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from proxy import errors
 from proxy.chat.reader import HINTED
-from proxy.errors import (
-    BadRequest,
-    GatewayError,
-    NotFound,
-    Overloaded,
-    Stopping,
-    TooComplex,
-    Unauthorized,
-    UnreadableCoding,
-)
+from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import OWN_REQUESTS
 from proxy.http import asgi, auth
+from proxy.http.asgi import BodyHold, BodyMemory
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
-from proxy.http.body_memory import BodyHold, BodyMemory
+from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.form_body import is_form, read_form, refuse_urlencoded
 from proxy.http.json_body import as_utf8, memory_of, parse_object
 from proxy.idle_work import IdleWork
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of
-from proxy.pipeline.preflight import ANY_SITE, Preflights, is_preflight
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of, target_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
@@ -52,6 +45,11 @@ TURNS = 4  # of the event loop: enough for a page, or for a piece of a stream fr
 
 # How a JSON object begins, in any of its encodings; audio and images do not.
 _OBJECT = re.compile(rb"(?:\xef\xbb\xbf|\xff\xfe|\xfe\xff|[\s\0])*\{")
+
+MOST_PREFLIGHTS, PREFLIGHT_SECONDS, PREFLIGHT_BYTES = 32, 5.0, 2**16  # at once; for an answer, and of one
+
+# What a worker answers to a preflight request of every site if it lets all of them in, as vLLM does by default.
+ANY_SITE = (b"access-control-allow-origin", b"*")
 
 # From a request that has been read to the last byte of its answer. Raises `GatewayError` for what a client is to be
 # told before its answer begins.
@@ -81,7 +79,7 @@ class BodyReader:
         head, body, settings = exchange.head, exchange.body, self._settings
         if body.raw and (coded := asgi.codings(head.headers)):
             text = f"The body is compressed ({', '.join(coded)}), which vLLM does not read. Send it as it is."
-            raise UnreadableCoding(text)
+            raise errors.UnreadableCoding(text)
         hinted = head.endpoint in HINTED
         if not hinted:
             if is_form(head.headers):
@@ -96,9 +94,9 @@ class BodyReader:
         try:
             raw = as_utf8(body.raw)
             parsed = parse_object(raw, *settings.json_limits)
-        except BadRequest as error:
+        except errors.BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
-            if hinted or isinstance(error, TooComplex) or (head.key is not None and head.is_json):
+            if hinted or isinstance(error, errors.TooComplex) or (head.key is not None and head.is_json):
                 raise
             return None
         body.raw = raw
@@ -113,6 +111,53 @@ class BodyReader:
         async with self._turns:
             for _ in range(TURNS):
                 await asyncio.sleep(0)
+
+
+def is_preflight(scope: asgi.Scope) -> bool:
+    """Whether a browser asks, by the Fetch standard, before it sends a request of another site's page."""
+    return (
+        scope["method"] == "OPTIONS"
+        and asgi.header(scope, b"origin") is not None
+        and asgi.header(scope, b"access-control-request-method") is not None
+    )
+
+
+@dataclass(eq=False)
+class Preflights:
+    """Has a worker answer a browser's question whether a page of another site may ask, which carries no key.
+
+    Whoever started the worker decides which sites may ask (vLLM's `--allowed-origins`; all, if it is not given). The
+    question takes no slot: nobody with a key may have to wait behind those without one.
+    """
+
+    _pool: WorkerPool
+    _upstream: Upstream
+    _under_way: int = 0
+
+    async def answer(self, scope: asgi.Scope, request_id: str, send: asgi.Send) -> None:
+        """Pass on what a worker says. Raises `NotFound`, `NoWorker`, `Overloaded` or `WorkerFailed`."""
+        workers = await self._pool.ready()
+        if not workers:
+            raise no_worker("No worker is ready.", self._pool.workers)
+        if self._under_way >= MOST_PREFLIGHTS:
+            raise errors.Overloaded("Too many preflight requests at once.")
+        headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED_WITH_KEY)
+        self._under_way += 1
+        try:
+            url = workers[0].address + target_of(scope)
+            answer = await self._upstream.send("OPTIONS", url, headers, read_timeout=PREFLIGHT_SECONDS)
+            with contextlib.closing(answer):
+                body = b""
+                async for chunk in answer.chunks():
+                    body += chunk
+                    if len(body) > PREFLIGHT_BYTES:
+                        raise errors.WorkerFailed("The worker's answer to a preflight request is too large.")
+        except (Unreachable, Broken):
+            raise errors.WorkerFailed("The worker did not answer a preflight request.") from None
+        finally:
+            self._under_way -= 1
+        named = (b"x-request-id", request_id.encode("latin-1"))
+        await asgi.send_whole(send, answer.status, [*asgi.end_to_end(answer.headers, asgi.OWN_RESPONSE), named], body)
 
 
 @dataclass(eq=False)
@@ -181,7 +226,7 @@ class RequestHandler:
         if key is None or not isinstance(named := exchange.response_id, str):
             return
         if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
-            raise NotFound("No such response.")
+            raise errors.NotFound("No such response.")
 
     def _take_name(self, exchange: Exchange, given: Any) -> None:
         """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
@@ -200,19 +245,19 @@ class RequestHandler:
         return name
 
 
-def _known(error: BaseException, name: str) -> GatewayError:
+def _known(error: BaseException, name: str) -> errors.GatewayError:
     """What the client of the request that is called `name` learns of `error`."""
-    if isinstance(error, GatewayError):
+    if isinstance(error, errors.GatewayError):
         return error
     if isinstance(error, asyncio.CancelledError):  # the server's time to finish is over
-        return Stopping("The gateway is stopping.")
+        return errors.Stopping("The gateway is stopping.")
     if isinstance(error, MemoryError):
         logger.error("request %s: out of memory", name)
-        return Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
+        return errors.Overloaded("The gateway is out of memory (settings max_bodies_bytes, memory_bytes, text_bytes).")
     # The place and the kind alone: the message of an unexpected error might hold prompt text.
     place = "".join(traceback.format_tb(error.__traceback__))
     logger.error("request %s failed: %s\n%s", name, type(error).__name__, place)
-    return GatewayError("The gateway failed to handle this request.")
+    return errors.GatewayError("The gateway failed to handle this request.")
 
 
 async def _refuse(reply: Reply, scope: asgi.Scope, failure: BaseException, name: str) -> None:
@@ -221,7 +266,7 @@ async def _refuse(reply: Reply, scope: asgi.Scope, failure: BaseException, name:
     if reply.started:
         return  # returning without the last chunk makes the server close the connection: a visible break
     headers = [(b"x-request-id", name.encode("latin-1"))]
-    if asgi.header(scope, b"origin") is not None and not isinstance(error, Unauthorized):
+    if asgi.header(scope, b"origin") is not None and not isinstance(error, errors.Unauthorized):
         headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
     await error_responses.send_error(reply, error, scope["path"], headers)
 

@@ -34,19 +34,11 @@ from proxy.pipeline.replayer import Replayer
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.pinned_prompts")
-
 MOST_PROMPTS, MOST_BYTES = 64, 2**24  # of all prompts together
-
 MAX_NAME = 128  # characters
-
 POLL_SECONDS = 1.0
-
-# After that a worker that failed is asked again.
-RETRY_SECONDS = 30.0
-
-# For releasing, when the gateway stops, what nobody could release after it.
-STOP_SECONDS = 5.0
-
+RETRY_SECONDS = 30.0  # after that a worker that failed is asked again
+STOP_SECONDS = 5.0  # for releasing, when the gateway stops, what nobody could release after it
 PINNED, RELEASED = "pinned", "released"
 NO_ROOM = "no_room"  # in the engine's share of pins
 WAITING, FAILED, NO_FACTS, UNTOLD = "waiting", "failed", "no_facts", "not_told"
@@ -126,7 +118,6 @@ class PinnedPrompt:
         return fate.word if fate is not None and fate.boot == worker.boot else WAITING
 
     def is_due(self, worker: Worker) -> bool:
-        """Whether it is to be pinned at `worker` now."""
         word = self.fate(worker)
         return worker.serves(self.model) and (word == WAITING or (word in _PASSING and self._may_ask(worker)))
 
@@ -139,8 +130,6 @@ class PinnedPrompt:
 
 
 class PinnedPrompts(Part):
-    """All of one gateway's."""
-
     name = "pinned_prompts"
 
     def __init__(
@@ -206,7 +195,6 @@ class PinnedPrompts(Part):
         return self._shown(prompt)
 
     def refresh(self) -> None:
-        """Read the file again if it has changed."""
         if self.file is not None and self.file.refresh():
             self._load(self.file.value)
 
@@ -224,7 +212,6 @@ class PinnedPrompts(Part):
             await self.make(worker)
 
     async def run(self) -> None:
-        """Pin what is not pinned yet, for ever."""
         while True:
             await asyncio.sleep(POLL_SECONDS)
             await self.make_all()
@@ -236,7 +223,6 @@ class PinnedPrompts(Part):
                 group.create_task(self.make(worker))
 
     async def make(self, worker: Worker) -> None:
-        """Pin and release what is to be at one worker."""
         async with self._turns.setdefault(worker.url, asyncio.Lock()):
             self._follow_salts()
             for prompt in [prompt for prompt in self._released if prompt.is_to_go(worker)]:
@@ -337,9 +323,8 @@ class PinnedPrompts(Part):
             raw = json.dumps(entry.body, allow_nan=False).encode()
             parse_object(raw, *self._limits)
         except (ValueError, RecursionError):
-            raise BadRequest(
-                "body: it is no JSON that a worker reads: NaN and infinite numbers are none.", param="body"
-            ) from None
+            text = "body: it is no JSON that a worker reads: NaN and infinite numbers are none."
+            raise BadRequest(text, param="body") from None
         return PinnedPrompt(entry.name, model, raw, key, from_file, key.salt if key is not None else None)
 
     def _put(self, prompt: PinnedPrompt) -> None:

@@ -7,6 +7,7 @@ is for this one request: it is kept nowhere, used once, and neither a client's n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import statistics
 import time
@@ -38,7 +39,7 @@ TRANSFER = TRANSFERS[0]
 PREFILL: Mapping[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False, "seamark_stops": True}
 
 # What asks for more of an answer than its one token has, or forbids so short a one.
-_LEFT_OUT = ("stream_options", "logprobs", "top_logprobs", "min_tokens")
+_LEFT_OUT = ("stream_options", "logprobs", "top_logprobs", "min_tokens", "max_completion_tokens")
 
 # Fields of requests whose prompt is computed several times, or has to be computed where it is answered.
 _ALONE = ("previous_response_id", "prompt_logprobs", "echo", "background", "best_of", "use_beam_search")
@@ -46,8 +47,7 @@ _ALONE = ("previous_response_id", "prompt_logprobs", "echo", "background", "best
 # Until the workers know their own speed: a prompt of so many tokens is worth a second call.
 ASSUMED_TOKENS = 512
 
-# Calls of which it is remembered what they cost beside the computing.
-REMEMBERED = 32
+REMEMBERED = 32  # calls of which it is remembered what they cost beside the computing
 
 # What became of the first call.
 LOADED, SHORT, FAILED, NO_PREFILL_WORKER = "sent", "short", "failed", "no_worker"
@@ -55,8 +55,6 @@ LOADED, SHORT, FAILED, NO_PREFILL_WORKER = "sent", "short", "failed", "no_worker
 
 @dataclass(eq=False)
 class Prefills:
-    """The first calls."""
-
     _settings: Settings
     _pool: WorkerPool  # of prefill workers
     _upstream: Upstream
@@ -133,11 +131,7 @@ class Prefills:
         self, exchange: Exchange, worker: Worker, decoder: Worker, headers: asgi.HeaderList
     ) -> dict[str, Any] | None:
         body = exchange.body
-        put: dict[str, Any] = {"stream": False, TRANSFER: PREFILL} | {
-            name: value
-            for name, value in HINTED[exchange.head.endpoint].one_token.items()
-            if name != "max_completion_tokens" or name in body.parsed
-        }
+        put = {"stream": False, TRANSFER: PREFILL, **HINTED[exchange.head.endpoint].one_token}
         raw = body.for_prefill(worker.hint(exchange.prompt.found), put, _LEFT_OUT)
         try:
             response = await self._send(exchange, worker, raw, headers)
@@ -164,26 +158,17 @@ class Prefills:
         return params
 
     async def _give_back(
-        self,
-        exchange: Exchange,
-        reading: asyncio.Task[dict[str, Any] | None],
-        decoder: Worker,
-        headers: asgi.HeaderList,
+        self, exchange: Exchange, reading: asyncio.Task[Any], decoder: Worker, headers: asgi.HeaderList
     ) -> None:
-        """Nobody waits for the answer: have `decoder` take the prompt, and answer with one token.
-
-        No other word reaches the worker that computed it.
-        """
+        """Nobody waits for the answer: `decoder` takes the prompt. No other word reaches the other worker."""
         if (params := await reading) is None:
             return
         put = {"stream": False, TRANSFER: params, **HINTED[exchange.head.endpoint].one_token}
         raw = exchange.body.for_prefill((), put, _LEFT_OUT)
-        try:
+        with contextlib.suppress(Broken, Unreachable):  # then its lease ends
             response = await self._send(exchange, decoder, raw, headers)
             async for _ in response.chunks():
                 pass
-        except (Broken, Unreachable, Stale):
-            pass  # then its lease ends
 
 
 async def _params_in(response: Answer) -> dict[str, Any] | None:
@@ -208,19 +193,13 @@ def _is_suitable(exchange: Exchange, decoder: Worker) -> bool:
     if decoder.cache.salt(body) is not None or body.get("n") not in (None, 1) or any(map(body.get, _ALONE)):
         return False
     prompt = body.get("prompt")
-    return head.endpoint != COMPLETIONS or isinstance(prompt, str) or _is_ids(prompt)
-
-
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)
+    return head.endpoint != COMPLETIONS or isinstance(prompt, str) or is_ids
 
 
 def _hand_over(worker: Worker, decoder: Worker) -> bool:
     """Whether `decoder` can take what `worker` computes."""
     mine, other = worker.engine, decoder.engine
-    return (
-        mine is not None
-        and other is not None
-        and mine.loads_prefills
-        and (mine.match_unit, mine.version) == (other.match_unit, other.version)
-    )
+    if mine is None or other is None or not mine.loads_prefills:
+        return False
+    return (mine.match_unit, mine.version) == (other.match_unit, other.version)

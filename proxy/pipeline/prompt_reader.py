@@ -36,13 +36,8 @@ from proxy.pipeline.exchange import Exchange, Prompt
 from proxy.settings import Settings
 
 logger = logging.getLogger("seamark.prompt_reader")
-
-# Tokens of a byte of a request's body until answers have told better.
-TOKENS_PER_BYTE = 0.25
-
-# What one answer counts in the mean of its model.
-NEW_WEIGHT = 0.1
-
+TOKENS_PER_BYTE = 0.25  # tokens of a byte of a request's body until answers have told better
+NEW_WEIGHT = 0.1  # what one answer counts in the mean of its model
 MAX_MODELS = 256
 
 
@@ -68,7 +63,6 @@ class PromptReader:
 
     @property
     def held(self) -> int:
-        """Bytes of prompts in memory."""
         return self.learner.held + self.recent.held + self.stored.held
 
     async def find(self, exchange: Exchange) -> None:
@@ -102,7 +96,6 @@ class PromptReader:
         return prompt._replace(chat=chat, tokens=tokens, rewrites=rewrites)
 
     def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
-        """Where it can be shared up to."""
         size = len(exchange.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
@@ -121,7 +114,6 @@ class PromptReader:
         return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
 
     def _rate(self, model: Any) -> float:
-        """Tokens of a byte of a request's body."""
         return self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
 
     async def find_boundaries(
@@ -149,10 +141,7 @@ class PromptReader:
         return ReadPrompt(found, self._remember(chat, found, memory, owner), prompt)
 
     async def find_beside(self, exchange: Exchange, worker: Worker) -> Found:
-        """The boundaries of a parsed request that no client waits for, at `worker`; the rewrite rules are applied.
-
-        What the template lacks for that is learnt first.
-        """
+        """The boundaries, at `worker`, of a parsed request that no client waits for: what they lack is learnt first."""
         self._rewrite(exchange)
         head, body = exchange.head, exchange.body
         chat = self._chat_in(exchange)

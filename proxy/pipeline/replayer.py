@@ -21,15 +21,12 @@ from proxy.routing.prefix_index import PrefixIndex
 
 
 class Replayed(NamedTuple):
-    """A worker's answer."""
-
     status: int
     body: bytes
     pin: str = ""  # what became of the wish to pin the prompt, or to release it; empty if the worker does not say
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens of which it tells."""
         try:
             return usage_of(loads(self.body))
         except ValueError:
@@ -38,8 +35,6 @@ class Replayed(NamedTuple):
 
 @dataclass(eq=False)
 class Replayer:
-    """Sends prompts for one token."""
-
     _upstream: Upstream
     _prefix_index: PrefixIndex
     _engine_events: EngineEvents
@@ -72,12 +67,8 @@ class Replayer:
             return answer if answer.pin or not answered else answer._replace(pin=await fate())
 
     async def _ask(self, worker: Worker, prompt: WarmupRequest, raw: bytes, name: str) -> Replayed:
-        headers = [
-            *self._upstream.own_headers,
-            (b"content-type", b"application/json"),
-            (b"x-request-id", name.encode()),
-            (OUTCOME_HEADER.encode(), b"1"),
-        ]
+        headers = [*self._upstream.own_headers, (b"content-type", b"application/json")]
+        headers += [(b"x-request-id", name.encode()), (OUTCOME_HEADER.encode(), b"1")]
         url = worker.address + prompt.endpoint
         answer = await self._upstream.send("POST", url, worker.addressed(headers), raw, self._timeout, fresh=True)
         with contextlib.closing(answer):

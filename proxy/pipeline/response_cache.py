@@ -237,7 +237,6 @@ class Flight:
         self._ending.see(piece)
 
     def _end(self) -> None:
-        """The last byte is there."""
         exchange, start, pieces = self._exchange, self._start, grouped(self._pieces)
         self._drop()
         if start is not None and self._may_be_stored():
@@ -247,7 +246,6 @@ class Flight:
         self.landed.set()
 
     def _may_be_stored(self) -> bool:
-        """Whether the answer may be given to anyone else."""
         exchange, source = self._exchange, self._source
         if self._voided != self._cache.voided or exchange.reply.failure:
             return False

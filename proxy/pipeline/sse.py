@@ -27,33 +27,23 @@ from proxy.idle_work import beside
 # Between two events, and a line of the next one: of a blank line SDKs make an empty event.
 HEARTBEAT = b": keep-alive\n"
 
-# An event this long is passed on in pieces.
-MAX_HELD_BYTES = 2**20
+MAX_HELD_BYTES = 2**20  # an event this long is passed on in pieces
 
 # Health checks in a row in which nothing listens at a worker, and a stream of it brings nothing: it is gone. One that
 # stops in good order does not listen either, and says something meanwhile.
 GONE_CHECKS = 4
 
 _ENDS = (b"\n\n", b"\n\r\n")
-
 _FINISHED = b'"finish_reason":"'  # in the event that ends a choice
-
 _USAGE = re.compile(rb'"usage":\s*\{')  # not within a text, where a backslash stands before each quote
 
 # How the last event of a stream begins, in each API.
-_LAST = (
-    b"data: [DONE]",
-    b"event: message_stop",
-    b"event: response.completed",
-    b"event: response.incomplete",
-    b"event: response.failed",
-)
+_ENDED = tuple(b"event: response." + end for end in (b"completed", b"incomplete", b"failed"))
+_LAST = (b"data: [DONE]", b"event: message_stop", *_ENDED)
 
 
 @dataclass(eq=False)
 class SseRelay:
-    """Relays one stream."""
-
     _send: asgi.Send
     _choices: int = 0  # remove the event that holds only usage, behind the ends of so many; 0: leave it
     # Called with the first event before that is sent; then `first` and `last` are kept.
@@ -123,11 +113,8 @@ class SseRelay:
     @property
     def response(self) -> Any:
         """The last response object in a stream of /v1/responses; complete if the stream was."""
-        for events in (self.last, self.first):
-            response = data_of_last(events).get("response")
-            if response is not None:
-                return response
-        return None
+        responses = (data_of_last(events).get("response") for events in (self.last, self.first))
+        return next((response for response in responses if response is not None), None)
 
     @property
     def is_complete(self) -> bool:
@@ -137,7 +124,6 @@ class SseRelay:
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens that the stream reported."""
         return usage_in_stream(self._with_usage)
 
     async def _pass_on(self, chunk: bytes) -> None:
@@ -185,11 +171,11 @@ def _without_usage(events: bytes) -> bytes:
     """
     at = events.rindex(b'"usage"')
     start, end = _start_of_event(events, at), _end_of_event(events, at)
-    usage = _usage_alone(events[start:end])
-    if usage is None:
+    data = _data(events[start:end]) if events.startswith(b"data:", start) else {}
+    if data.get("choices") != [] or not isinstance(data.get("usage"), dict):
         return events
     before = events[:start]
-    stamp = usage.get("system_fingerprint")
+    stamp = data.get("system_fingerprint")
     if stamp is not None and _FINISHED in before and b'"system_fingerprint"' not in before:
         brace = before.rindex(b"}")
         before = b'%b,"system_fingerprint":%b%b' % (before[:brace], json.dumps(stamp).encode(), before[brace:])
@@ -229,12 +215,6 @@ def usage_in_stream(events: bytes) -> Usage | None:
     return None
 
 
-def _usage_alone(event: bytes) -> dict[str, Any] | None:
-    """The event's data if it is only usage."""
-    data = _data(event) if event.startswith(b"data:") else {}
-    return data if data.get("choices") == [] and isinstance(data.get("usage"), dict) else None
-
-
 @dataclass(eq=False)
 class Heartbeats(Part):
     """Comments on streams that have been silent for a while: clients and proxies before them give up on silence.
@@ -265,7 +245,6 @@ class Heartbeats(Part):
             stream.refused(worker.refusals)
 
     async def run(self) -> None:
-        """Keep all streams alive, for ever."""
         while self._interval:
             await asyncio.sleep(self._interval / 4)
             silent = time.monotonic() - self._interval

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
+from proxy.http.asgi import TIMES_WHAT_IS_FREE
 
 LARGEST_SHARE = 4  # an answer may take that part of the bound
 
@@ -22,15 +23,9 @@ LARGEST_SHARE = 4  # an answer may take that part of the bound
 ENTRY_BYTES = 1400
 
 POINTER_BYTES = 8
-
 PIECE_BYTES = 2**16  # sent at once of an answer
 
-# A key may hold so many times what is free for what cannot go: answers under way, or being sent (as for bodies, see
-# `proxy/http/body_memory.py`).
-TIMES_WHAT_IS_FREE = 2
-
-# What nobody has asked for in so long goes for any key's answers.
-STALE_SECONDS = 3600.0
+STALE_SECONDS = 3600.0  # what nobody has asked for in so long goes for any key's answers
 
 # Of a model's entry in /v1/models: what tells models of one name apart. vLLM makes up the rest each time.
 _CARD = ("id", "root", "parent", "max_model_len")
@@ -49,21 +44,14 @@ class Source(NamedTuple):
         """`worker` as it is now, for `model`."""
         name = worker.listed(model)
         card = next((entry for entry in worker.probed.models if entry.get("id") == name), None)
-        return cls(
-            worker,
-            worker.boot,
-            None if card is None else tuple(str(card.get(name)) for name in _CARD),
-            worker.renderer_id(model),
-        )
+        told = tuple(str(card.get(name)) for name in _CARD) if card is not None else None
+        return cls(worker, worker.boot, told, worker.renderer_id(model))
 
     def is_still(self, model: Any) -> bool:
         """Whether the worker is up and would compute the same."""
         now = Source.of(self.worker, model)
-        return (
-            self.worker.up
-            and (now.boot, now.card) == (self.boot, self.card)
-            and (None in (now.renderer_id, self.renderer_id) or now.renderer_id == self.renderer_id)
-        )
+        renders_alike = None in (now.renderer_id, self.renderer_id) or now.renderer_id == self.renderer_id
+        return self.worker.up and (now.boot, now.card) == (self.boot, self.card) and renders_alike
 
 
 def weight_of(piece: bytes) -> int:
@@ -86,8 +74,6 @@ def grouped(pieces: Sequence[bytes]) -> tuple[bytes, ...]:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A stored answer."""
-
     headers: asgi.HeaderList
     pieces: Sequence[bytes]
     source: Source
@@ -124,7 +110,6 @@ class StoredAnswers:
 
     @property
     def largest(self) -> int:
-        """Bytes that one answer may take."""
         return self._most // LARGEST_SHARE
 
     def get(self, key: bytes) -> Entry | None:
@@ -190,7 +175,7 @@ class StoredAnswers:
         self._fix(owner, size)
 
     def _may_fix(self, owner: str | None, size: int) -> bool:
-        """Whether so many bytes more may be what cannot go: a key leaves room for others, if there are keys."""
+        """Whether so many bytes more may be what cannot go: a key leaves room for others, as it does for bodies."""
         free = self._most - self._fixed - size
         return free >= 0 and (owner is None or self._fixed_of[owner] + size <= TIMES_WHAT_IS_FREE * free)
 

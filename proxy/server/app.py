@@ -25,8 +25,8 @@ from proxy.http import asgi, auth
 from proxy.idle_work import Steps
 from proxy.pipeline.error_responses import error_body, error_headers, send_error
 from proxy.pipeline.gateway import Gateway
+from proxy.pipeline.handler import ANY_SITE
 from proxy.pipeline.pinned_prompts import NOT_RELEASED
-from proxy.pipeline.preflight import ANY_SITE
 from proxy.server import status as pages
 
 HEALTH = "/health"

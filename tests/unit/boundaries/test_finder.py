@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -179,7 +180,7 @@ def test_a_turn_that_is_rendered_anew_once_it_is_answered_is_no_boundary():
     broken = frozenset({Turn("tool", later=True, system=True, tools=False)})
     found = find(LOOP, TemplateFacts(FACTS.ends, FACTS.openers, broken))
     assert ("turn", -7) not in shown(found) and found.end is None  # its length would be that of words that change
-    borrowed = find(CHAT, FACTS.borrowed({"user": 9}))  # of another setting: good for a hint and not for lengths
+    borrowed = find(CHAT, replace(FACTS, ends={"user": 9}, is_own=False))  # another setting's: no good for lengths
     assert ("turn", -9) in shown(borrowed) and borrowed.end is None
 
 

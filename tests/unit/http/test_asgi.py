@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
-from proxy.http import asgi, body_memory
-from proxy.http.asgi import BodyState, ClientGone, ClientWatch, Pace, check_room, end_to_end, read_body, unencoded
-from proxy.http.body_memory import LEFT_BY_LARGE, SMALL_BYTES, TIMES_WHAT_IS_FREE, TRIM_AFTER_BYTES, BodyMemory
+from proxy.http import asgi
+from proxy.http.asgi import BodyMemory, BodyState, ClientGone, ClientWatch, Pace, end_to_end, read_body
 from tests.harness.virtual_time import on_virtual_time
 
 
@@ -112,9 +111,9 @@ async def test_a_body_may_be_as_long_as_the_limit_in_one_piece_and_in_several():
 
 
 async def test_a_request_on_a_connection_too_many_is_refused():
-    check_room({"extensions": {asgi.BODY_STATE: None}})
+    asgi.check_room({"extensions": {asgi.BODY_STATE: None}})
     with pytest.raises(Overloaded, match="max_connections"):
-        check_room({"extensions": {asgi.IS_CROWDED: {}}})
+        asgi.check_room({"extensions": {asgi.IS_CROWDED: {}}})
 
 
 @pytest.mark.parametrize(
@@ -135,15 +134,15 @@ async def test_a_request_on_a_connection_too_many_is_refused():
 def test_a_body_without_a_coding_is_asked_for_unless_the_client_takes_none_such(accepted, is_asked):
     headers = [(b"a", b"b"), *((b"accept-encoding", each) for each in accepted), (b"c", b"d")]
     wanted = [(b"a", b"b"), (b"c", b"d"), (b"accept-encoding", b"identity")]
-    assert unencoded(headers) == (wanted if is_asked else headers)
+    assert asgi.unencoded(headers) == (wanted if is_asked else headers)
 
 
 def test_each_header_that_concerns_one_connection_stays_on_it():
     for name in asgi.HOP_BY_HOP:
-        assert end_to_end([(name.upper(), b"x"), (b"y", b"z")], frozenset()) == [(b"y", b"z")]
+        assert end_to_end([(name.upper(), b"x"), (b"y", b"z")], asgi.HOP_BY_HOP) == [(b"y", b"z")]
     given = [(b"b", b"1"), (b"connection", b"a"), (b"connection", b" B "), (b"a", b"2"), (b"c", b"3"), (b"c", b"4")]
-    assert end_to_end(given, frozenset({b"d"})) == [(b"c", b"3"), (b"c", b"4")]
-    assert end_to_end([(b"D", b"1"), (b"e", b"2")], frozenset({b"d"})) == [(b"e", b"2")]
+    assert end_to_end(given, asgi.HOP_BY_HOP | {b"d"}) == [(b"c", b"3"), (b"c", b"4")]
+    assert end_to_end([(b"D", b"1"), (b"e", b"2")], asgi.HOP_BY_HOP | {b"d"}) == [(b"e", b"2")]
 
 
 async def test_a_watch_waits_for_the_message_that_says_so_and_for_no_other():
@@ -166,7 +165,7 @@ async def test_a_watch_waits_for_the_message_that_says_so_and_for_no_other():
 class Bodies(RuleBasedStateMachine):
     """Bodies of three keys, and of nobody's, that grow and go; what is refused would have broken one of the rules."""
 
-    @initialize(most=st.sampled_from([90, 16 * SMALL_BYTES]))
+    @initialize(most=st.sampled_from([90, 16 * asgi.SMALL_BYTES]))
     def begin(self, most):
         self.most, self.memory, self.holds = most, BodyMemory(most), []
 
@@ -181,12 +180,12 @@ class Bodies(RuleBasedStateMachine):
     def grows(self, data):
         if self.holds:
             owner, hold = data.draw(st.sampled_from(self.holds))
-            size = data.draw(st.integers(0, self.most) | st.sampled_from([1, SMALL_BYTES, SMALL_BYTES + 1]))
+            size = data.draw(st.integers(0, self.most) | st.sampled_from([1, asgi.SMALL_BYTES, asgi.SMALL_BYTES + 1]))
             held = sum(each.size for _, each in self.holds) + size
-            is_large = hold.size + size > SMALL_BYTES
-            if held > self.most * (1 - LEFT_BY_LARGE if is_large else 1):
+            is_large = hold.size + size > asgi.SMALL_BYTES
+            if held > self.most * (1 - asgi.LEFT_BY_LARGE if is_large else 1):
                 error = Overloaded
-            elif owner and self.of(owner) + size > TIMES_WHAT_IS_FREE * (self.most - held):
+            elif owner and self.of(owner) + size > asgi.TIMES_WHAT_IS_FREE * (self.most - held):
                 error = KeyBusy
             else:
                 hold.take(size)
@@ -215,15 +214,15 @@ TestBodies = Bodies.TestCase
 
 def test_the_heap_is_given_back_once_for_so_many_bytes_that_were_freed(monkeypatch):
     trims: list[int] = []
-    monkeypatch.setattr(body_memory, "_trim", trims.append)
-    memory = BodyMemory(10 * TRIM_AFTER_BYTES)
+    monkeypatch.setattr(asgi, "_trim", trims.append)
+    memory = BodyMemory(10 * asgi.TRIM_AFTER_BYTES)
     seen = []
-    for size in (TRIM_AFTER_BYTES - 1, 1, TRIM_AFTER_BYTES - 1, TRIM_AFTER_BYTES, 1):
+    for size in (asgi.TRIM_AFTER_BYTES - 1, 1, asgi.TRIM_AFTER_BYTES - 1, asgi.TRIM_AFTER_BYTES, 1):
         memory.of().take(size)
         memory.shrink(None, size)
         seen.append(len(trims))
     assert seen == [0, 1, 1, 2, 2] and set(trims) == {0}
-    monkeypatch.setattr(body_memory, "_trim", None)  # another libc
-    memory.of().take(2 * TRIM_AFTER_BYTES)
-    memory.shrink(None, 2 * TRIM_AFTER_BYTES)
+    monkeypatch.setattr(asgi, "_trim", None)  # another libc
+    memory.of().take(2 * asgi.TRIM_AFTER_BYTES)
+    memory.shrink(None, 2 * asgi.TRIM_AFTER_BYTES)
     assert memory.held == 0

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohappyeyeballs
 import pytest
 
 from proxy.http import client
@@ -129,7 +130,7 @@ async def test_why_there_is_no_connection_is_told_and_a_shortage_of_this_machine
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(client, "_no_delay", fail)
+    monkeypatch.setattr(aiohappyeyeballs, "start_connection", fail)
     with pytest.raises(Unreachable if words else Exhausted) as failed:
         await upstream.send("POST", peer.url + "/", body=b"{}")
     assert words is None or (str(failed.value) == words and not isinstance(failed.value, Exhausted))

@@ -15,12 +15,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from proxy.chat.reader import EMBEDDINGS
 from proxy.fleet.part import Change
 from proxy.fleet.probe import Probed
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.metrics import Metrics
 from proxy.pipeline import cacheable, response_cache, stored_answers
-from proxy.pipeline.cacheable import CHAT, COMPLETIONS, EMBEDDINGS, LARGEST_JUDGED, MESSAGES, RESPONSES, digest
+from proxy.pipeline.cacheable import LARGEST_JUDGED, digest
 from proxy.pipeline.exchange import Exchange, exchange_of
 from proxy.pipeline.response_cache import ResponseCache
 from proxy.pipeline.stored_answers import STALE_SECONDS, TIMES_WHAT_IS_FREE, Entry, Source, StoredAnswers

@@ -24,7 +24,7 @@ from proxy.http.asgi import IS_CROWDED
 from proxy.http.client import Broken, Unreachable
 from proxy.pipeline.error_responses import error_event, send_error
 from proxy.pipeline.gateway import Gateway
-from proxy.pipeline.preflight import Preflights, is_preflight
+from proxy.pipeline.handler import Preflights, is_preflight
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import chat

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import tracemalloc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ class Learner:
         self.asked: list[Setting] = []
 
     def facts(self, renderer_id: bytes, setting: Setting = DEFAULT) -> TemplateFacts:
-        return FACTS if setting.is_default else FACTS.borrowed({"user": 9})
+        return FACTS if setting.is_default else replace(FACTS, ends={"user": 9}, is_own=False)
 
     def wants(self, renderer_id: bytes, setting: Setting = DEFAULT, owner: str | None = None) -> bool:
         return setting not in self.asked
