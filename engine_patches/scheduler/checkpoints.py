@@ -169,7 +169,7 @@ class Checkpoints:
         if blocks is not None:
             self.state_written(request, blocks[0].block_hash, target.kind)
             if before is not None and target.position == wish.turn_end:
-                self.states.went_on(request, target.position, before.end, wish.positions)
+                self.states.continued(request, target.position, before.end, wish.positions)
         return blocks
 
     def state_written(self, request: Any, key: bytes, kind: str) -> None:

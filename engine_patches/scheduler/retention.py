@@ -77,7 +77,7 @@ class Retention:
             state.turn = state.turn and not shared
             self._keep(key, state)
 
-    def went_on(self, key: bytes, before: bytes, named: Container[bytes]) -> None:
+    def continued(self, key: bytes, before: bytes, named: Container[bytes]) -> None:
         """The turn under `key` went on from that under `before`: the one before both goes, unless `named` or used."""
         state, earlier = self._turns.get(key), self._turns.get(before)
         if state is None or earlier is None:

@@ -281,10 +281,10 @@ class States:
             self._spare.append(blocks[0].block_hash)
         return blocks
 
-    def went_on(self, request: Any, position: int, before: int, named: Iterable[int]) -> None:
+    def continued(self, request: Any, position: int, before: int, named: Iterable[int]) -> None:
         """A request's turn that ends at `position` follows the one that ended at `before`; its hint's are `named`."""
         key, earlier, *others = (self.keys.state_key(request, each) for each in (position, before, *named))
-        self.retention.went_on(key, earlier, others)
+        self.retention.continued(key, earlier, others)
 
     def add_written(self, key: bytes) -> None:
         """The state under `key` was counted as written."""

@@ -70,7 +70,7 @@ class Reports:
     looked_at: str = ""  # HOST:PORT beside those of KV events, if nowhere, and it does not show it
 
 
-NOWHERE = Reports()
+NO_REPORTS = Reports()
 
 
 class Told(NamedTuple):
@@ -169,7 +169,7 @@ class Probed:
     is_vllm: bool = False  # and no gateway before one
     vllm: str = ""  # version of vLLM; empty: it does not say
     metrics: WorkerMetrics = field(default_factory=WorkerMetrics)
-    reports: Reports = NOWHERE
+    reports: Reports = NO_REPORTS
     frontend: Frontend = ALL
     hits_before: int | None = None  # of `metrics.hits`, those from before this boot was first seen
     models: Sequence[Mapping[str, Any]] = ()
@@ -238,7 +238,7 @@ class Probe:
         if status != 200:
             raise _wrong("/health", status)
         at = time.perf_counter()
-        exposition, reports = await self.metrics(last.reports if of_plugin else NOWHERE)
+        exposition, reports = await self.metrics(last.reports if of_plugin else NO_REPORTS)
         models = await self.models()
         await lull()
         found = read_metrics(exposition)
@@ -273,7 +273,7 @@ class Probe:
             raise _wrong(MODELS, status)
         return models
 
-    async def metrics(self, known: Reports = NOWHERE) -> tuple[bytes, Reports]:
+    async def metrics(self, known: Reports = NO_REPORTS) -> tuple[bytes, Reports]:
         """Its metrics, for `read_metrics`, and where its reports are read.
 
         `known`: where they were; then they are asked for first, and alone: a worker has a thousand other metrics.

@@ -187,7 +187,7 @@ class Worker:
     # What it showed beside probes, since it started.
     takes_any_name: bool | None = None  # what it said of a name that it does not list; None: it was not asked yet
     renderer_ids: dict[str, bytes] = field(default_factory=dict)  # by the base model whose template it is
-    mute_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
+    unrendered_models: set[str] = field(default_factory=set)  # that render nothing, as far as was tried
     merges_system: bool = False  # as of `chat_of`: its template takes one system message, the first
 
     # What the gateway makes of it.
@@ -316,7 +316,7 @@ class Worker:
         self.breaker.reset()
         self.cache.restarted()
         self.renderer_ids.clear()
-        self.mute_models.clear()
+        self.unrendered_models.clear()
         self.renderer.forget_routes()
         self.takes_any_name = None
         self.merges_system = False

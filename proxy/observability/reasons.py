@@ -29,7 +29,7 @@ REASON_TEXT = {
     ),
     "below_unit": ReasonText(
         "too short to share",
-        "The part it shares is shorter than the smallest step in which the engine reuses a prompt.",
+        "The part it shares is shorter than the match unit, the smallest step in which the engine reuses a prompt.",
         "Nothing: prompts as short as this are quick to compute.",
     ),
     "not_worth_it": ReasonText(

@@ -275,7 +275,7 @@ class Accounting(Part):
         """The tokens of the prompt tell where its last turn ends, and what a byte of a body weighs."""
         found = exchange.prompt.found
         if exchange.response_id is None:  # a continued response has most of its prompt elsewhere
-            self._reader.weigh(exchange.model, len(exchange.body.raw), prompt)
+            self._reader.learn_tokens_per_byte(exchange.model, len(exchange.body.raw), prompt)
         if (remembered := exchange.prompt.remembered) is not None:
             remembered.prompt = prompt
         if found is not None and found.end and found.turn_key is not None and found.end < prompt:

@@ -74,7 +74,7 @@ class Dispatcher:
             if is_awaited:
                 self.released()
 
-    def seeks_on(self, exchange: Exchange, worker: Worker, status: int) -> bool:
+    def should_retry_elsewhere(self, exchange: Exchange, worker: Worker, status: int) -> bool:
         """Whether a worker that has not been asked may keep what the request names and `worker` does not know.
 
         The worker of a response is remembered once one has answered for it, that of anything else if another has not:

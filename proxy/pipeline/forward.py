@@ -189,7 +189,7 @@ class ResponseRelay:
                 self._pool.record_success(worker)
             elif answer.status >= 500 and answer.status != 501:
                 self._record_failure(lease)
-        if self._dispatcher.seeks_on(exchange, worker, answer.status):
+        if self._dispatcher.should_retry_elsewhere(exchange, worker, answer.status):
             return NOT_STORED, answer
         if head.endpoint in HINTED and answer.status in (200, 404) and exchange.response_id is None:
             self._pool.answered_name(worker, exchange.model, taken=answer.status == 200)

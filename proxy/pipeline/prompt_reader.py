@@ -161,16 +161,16 @@ class PromptReader:
     async def _found_at(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> Found:
         """The boundaries of a chat of `size` bytes at `worker`, whose template is learnt if it is not known."""
         model = worker.template_of(chat.body.get("model"))
-        if model in worker.mute_models and worker.renderer_id(model) is None:
+        if model in worker.unrendered_models and worker.renderer_id(model) is None:
             return Found(failure="no_facts")
         if (renderer_id := await worker.identify(model)) is None:
-            worker.mute_models.add(model)  # else every request would ask it again
+            worker.unrendered_models.add(model)  # else every request would ask it again
             return Found(failure="no_facts")
         setting = setting_of(chat.body)
         await self._facts.learn(worker.renderer, renderer_id, model, setting, owner)
         return self._finder.find(chat, self._facts.facts(renderer_id, setting), renderer_id, size)
 
-    def weigh(self, model: Any, size: int, prompt: int) -> None:
+    def learn_tokens_per_byte(self, model: Any, size: int, prompt: int) -> None:
         """A request of `size` bytes had a prompt of so many tokens."""
         if isinstance(model, str) and size:
             known = self._rate(model)

@@ -189,7 +189,7 @@ class Cache(RuleBasedStateMachine):
         left = self.before.get(earlier) if {key, earlier} <= set(self.turns) else None
         named = [each for each in ENDS if is_named and self.key(name, each) == left]
         is_there = all(map(self.blocks_of, (key, earlier)))
-        self.states.went_on(self.requests[name], end, before, named)
+        self.states.continued(self.requests[name], end, before, named)
         if {key, earlier} <= set(self.turns):
             self.before[key] = earlier
         goes = [left] if left in self.turns and not named else []

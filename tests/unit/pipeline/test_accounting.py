@@ -381,10 +381,10 @@ async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_lea
 async def test_the_worker_of_a_response_is_remembered_once_one_has_answered_for_it(two, status, is_kept):
     worker, stored = two.workers[0], two.dispatcher._stored
     continues = two.request("/v1/responses", previous_response_id="resp_1")
-    assert two.dispatcher.seeks_on(continues, worker, status) is (status == 404)
+    assert two.dispatcher.should_retry_elsewhere(continues, worker, status) is (status == 404)
     assert stored.boot("resp_1", continues.head.owner) == (worker.boot if is_kept else None)
     plain = two.request()
-    assert two.dispatcher.seeks_on(plain, worker, status) is False and plain.asked == []
+    assert two.dispatcher.should_retry_elsewhere(plain, worker, status) is False and plain.asked == []
 
 
 async def test_a_request_and_an_answer_that_it_waits_for_count_once_at_their_key(leased):

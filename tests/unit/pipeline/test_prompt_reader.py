@@ -119,9 +119,9 @@ async def test_answers_tell_how_many_tokens_a_byte_has():
     size = len(json.dumps({"model": "m", "messages": ASKED}).encode())
     assert first.tokens == round(size * TOKENS_PER_BYTE)
     for _ in range(200):
-        reader.weigh("m", 100, 50)
-    reader.weigh("m", 0, 50)
-    reader.weigh(["m"], 100, 1)
+        reader.learn_tokens_per_byte("m", 100, 50)
+    reader.learn_tokens_per_byte("m", 0, 50)
+    reader.learn_tokens_per_byte(["m"], 100, 1)
     later = (await read(reader, worker())).prompt
     assert later.tokens == pytest.approx(size * 0.5, abs=1)
     assert later.found.boundaries[-1].estimate == later.tokens > first.found.boundaries[-1].estimate
@@ -175,14 +175,14 @@ async def test_a_worker_that_renders_nothing_is_asked_once(in_memory):
     await own.gateway.pool.check_all()
     reader, (serving,) = own.gateway.reader, own.gateway.pool.workers
     serving.renderer_ids.clear()
-    serving.mute_models.clear()
+    serving.unrendered_models.clear()
     asked.render_status = 500
     chat = chat_request({"model": "m", "messages": ASKED})
     renders = []
     for _ in range(2):
         assert (await reader.find_boundaries(chat, serving, 400, 1234, None)).found.failure == "no_facts"
         renders.append(asked.renders)
-    assert renders[0] == renders[1] > 0 and serving.mute_models == {"m"}
+    assert renders[0] == renders[1] > 0 and serving.unrendered_models == {"m"}
     asked.render_status, serving.renderer_ids["m"] = 200, b"known by now"
     assert (await reader.find_boundaries(chat, serving, 400, 1234, None)).found.failure is None
 
