@@ -43,7 +43,7 @@ sed -i 's/if block.is_null or block.block_hash is None:/if block is None:/' \\
 # What scripts of mods start.
 TOOLS = ("bash", "sh", "env", "chmod", "dirname", "sed", "rm")
 
-NO_REPORTS = "http://127.0.0.1:9"
+NOWHERE = "http://127.0.0.1:9"
 
 
 class SparkContainer:
@@ -97,8 +97,8 @@ class SparkContainer:
             "HOME": str(self.root / "home"),
             "UV_CACHE_DIR": str(self.root / "home/.cache/uv"),
             "PIP_CONFIG_FILE": os.devnull,
-            "http_proxy": NO_REPORTS,
-            "https_proxy": NO_REPORTS,
+            "http_proxy": NOWHERE,
+            "https_proxy": NOWHERE,
         }
         if self._with_uv:
             environment |= dict.fromkeys(("UV_SYSTEM_PYTHON", "UV_BREAK_SYSTEM_PACKAGES"), "1")

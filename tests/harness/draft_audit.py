@@ -33,7 +33,7 @@ from tests.harness.audit import Scene, random_traffic
 from tests.harness.audited_core import ATTENTION, Core, blocks_of
 from tests.harness.draft_cores import (
     BESIDE_THE_TARGET,
-    NO_REPORTS,
+    NOWHERE,
     OWN_GROUP,
     OWN_SHAPE,
     OWN_WINDOW,
@@ -75,7 +75,7 @@ class DraftWorker(Worker):
         self.speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": drafts}
         self._window, self._window_groups, self._full_groups = window, window_groups, full_groups
         self._hits: dict[str, int] = {}  # of each request, as it was last admitted
-        if head == NO_REPORTS:
+        if head == NOWHERE:
             self.speculative.update(method="ngram", prompt_lookup_max=3)
         elif not drop:
             self.speculative["disable_eagle_block_drop"] = True
@@ -87,7 +87,7 @@ class DraftWorker(Worker):
 
     def place_layers(self, groups: list[KVCacheGroupSpec]) -> None:
         shape = dict(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        if self._head != NO_REPORTS:
+        if self._head != NOWHERE:
             self._head_group = ATTENTION
         if self._head in (OWN_GROUP, OWN_SHAPE, OWN_WINDOW):
             self._head_group = len(groups)
@@ -107,7 +107,7 @@ class DraftWorker(Worker):
                     KVCacheGroupSpec([f"mtp.layers.{self._window_groups + number}.attn"], FullAttentionSpec(**shape))
                 )
         # vLLM 0.32 finds no group of a head with a window, and takes all for the head's.
-        known = self._head not in (NO_REPORTS, UNKNOWN) and (self._head != OWN_WINDOW or IS_TOLD)
+        known = self._head not in (NOWHERE, UNKNOWN) and (self._head != OWN_WINDOW or IS_TOLD)
         if self._drop and known:
             groups[self._head_group].is_eagle_group = True
 

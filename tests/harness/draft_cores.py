@@ -12,7 +12,7 @@ OWN_GROUP = "in an attention group of its own"
 OWN_SHAPE = "in an attention group of its own, of another shape"
 OWN_WINDOW = "in a group of its own with a sliding window"
 UNKNOWN = "in no group that vLLM recognizes"  # it then takes all groups for the head's
-NO_REPORTS = "no rows"  # n-grams
+NOWHERE = "no rows"  # n-grams
 
 TIGHT = {"blocks": 60, "running": 4}
 
@@ -28,7 +28,7 @@ CORES: list[dict[str, Any]] = [
     {"overlap": True, **TIGHT},
     {"drop": False},
     {"variable": True},
-    {"head": NO_REPORTS},
+    {"head": NOWHERE},
     {"drafts": 1},
     {"drafts": 5, "budget": 50},
     {"attention_groups": 2},
@@ -40,7 +40,7 @@ CORES: list[dict[str, Any]] = [
     {"index": UNIT, "budget": 50},
     {"index": UNIT, "overlap": True, **TIGHT},
     {"index": UNIT, "overlap": True, **PREEMPTING, "blocks": 60},
-    {"index": UNIT, "head": NO_REPORTS, "variable": True},
+    {"index": UNIT, "head": NOWHERE, "variable": True},
 ]
 
 # The shapes that heads of other methods have: eagle3, dflash, dspark.
@@ -90,7 +90,7 @@ SHARED = [160, 163]  # tokens that prompts have in common
 
 def expected_hits(core: dict[str, Any], shared: int, lookahead: int = 0) -> int:
     """Tokens that a sibling finds of `shared` ones. `lookahead`: tokens after a unit that its hash covers."""
-    head_reads_on = core.get("drop", True) and core.get("head") != NO_REPORTS
+    head_reads_on = core.get("drop", True) and core.get("head") != NOWHERE
     ahead = (lookahead or UNIT) if head_reads_on else 0
     return max(shared - ahead, 0) // UNIT * UNIT
 
