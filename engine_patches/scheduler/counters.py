@@ -12,11 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
 from engine_patches.footprint import SENDER
 from engine_patches.scheduler.drafts import is_own
 from engine_patches.scheduler.hints import arguments_of
+from engine_patches.structs import Struct, field
 
 # Seconds between two reports of nothing new.
 REPORT_INTERVAL = 1.0
@@ -29,7 +28,7 @@ LOAD_FIELD, NO_GATEWAY = "seamark_load", ""
 _LOAD = re.compile(r"([0-9a-f]{1,32}),(\d{1,8}),(\d{1,8})", re.ASCII)
 
 
-class AdmittedRequest(msgspec.Struct, array_like=True, frozen=True, tag="admitted"):
+class AdmittedRequest(Struct, array_like=True, frozen=True, tag="admitted"):
     """What a request started with. Lengths in tokens."""
 
     request_id: str  # vLLM's
@@ -39,15 +38,15 @@ class AdmittedRequest(msgspec.Struct, array_like=True, frozen=True, tag="admitte
     resolved: tuple[int, ...]  # what each entry of its hint names, in the hint's order; 0: not there
 
 
-class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
+class Counts(Struct, kw_only=True, omit_defaults=True):
     """What has happened since the last report. Each `dict` is a `Counter`, which msgspec does not know."""
 
-    written: dict[str, int] = msgspec.field(default_factory=Counter)  # states by kind
-    ignored: dict[str, int] = msgspec.field(default_factory=Counter)  # hint entries by reason
-    outcomes: dict[str, int] = msgspec.field(default_factory=Counter)  # requests by reason
-    windows: dict[str, int] = msgspec.field(default_factory=Counter)  # hits by what became of a draft head's rows
-    followers: dict[str, int] = msgspec.field(default_factory=Counter)  # requests held back, or not though possible
-    files_refused: dict[str, int] = msgspec.field(default_factory=Counter)  # files of states by reason
+    written: dict[str, int] = field(default_factory=Counter)  # states by kind
+    ignored: dict[str, int] = field(default_factory=Counter)  # hint entries by reason
+    outcomes: dict[str, int] = field(default_factory=Counter)  # requests by reason
+    windows: dict[str, int] = field(default_factory=Counter)  # hits by what became of a draft head's rows
+    followers: dict[str, int] = field(default_factory=Counter)  # requests held back, or not though possible
+    files_refused: dict[str, int] = field(default_factory=Counter)  # files of states by reason
     file_bytes: int = 0  # of states, written to disk
     loads_declined: int = 0  # requests that computed what a disk holds, since that takes less time
     cache_hit_tokens: int = 0  # that vLLM's prefix cache gave, whatever led to them
@@ -55,8 +54,10 @@ class Counts(msgspec.Struct, kw_only=True, omit_defaults=True):
     hit_tokens: int = 0
     saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
     spent_seconds: float = 0.0  # time that requests were held back
-    requests: list[AdmittedRequest] = []
-    pinned: list[tuple[str, str]] = []  # requests that are among those, now or earlier, and fates
+    requests: list[AdmittedRequest] = field(default_factory=list)
+    pinned: list[tuple[str, str]] = field(
+        default_factory=list
+    )  # requests that are among those, now or earlier, and fates
 
     @property
     def empty(self) -> bool:

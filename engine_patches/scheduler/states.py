@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
 from engine_patches.scheduler.adapters import adapter_name
 from engine_patches.scheduler.cache_keys import HeldKeys, Watch
 from engine_patches.scheduler.draft_windows import DraftWindows
 from engine_patches.scheduler.planner import CheckpointTarget, RequestState
 from engine_patches.scheduler.retention import Retention
 from engine_patches.settings import DEFAULT_SHARE
+from engine_patches.structs import Struct
 
 # States whose bytes and hits are counted, and those in events; an older one is forgotten, with an event as if it were
 # evicted. Real caches hold some hundreds.
@@ -107,7 +106,7 @@ class Pins:
         return {block.block_id for name, pin in self._pins.items() if name != but for block in pin.blocks}
 
 
-class StateStored(msgspec.Struct, array_like=True, frozen=True, tag="came"):
+class StateStored(Struct, array_like=True, frozen=True, tag="came"):
     """The hinted request `request_id` is planned up to token `end`."""
 
     request_id: str  # vLLM's
@@ -115,19 +114,19 @@ class StateStored(msgspec.Struct, array_like=True, frozen=True, tag="came"):
     states: tuple[tuple[int, str], ...]  # those since the last event: position, and name, "" if none is found
 
 
-class StateEvicted(msgspec.Struct, array_like=True, frozen=True, tag="gone"):
+class StateEvicted(Struct, array_like=True, frozen=True, tag="gone"):
     """The state `name` can no longer be found."""
 
     name: str
 
 
-class CacheCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
+class CacheCleared(Struct, array_like=True, frozen=True, tag="cleared"):
     """No state can be found any more."""
 
     why: str = ""  # "lost": it is not known which
 
 
-class AdapterReplaced(msgspec.Struct, array_like=True, frozen=True, tag="adapter"):
+class AdapterReplaced(Struct, array_like=True, frozen=True, tag="adapter"):
     """What prompts with the LoRA adapter `name` left in the cache can no longer be found; its states went before."""
 
     name: str
