@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import uuid
+from typing import Any
 
 import httpx
 import pytest
@@ -101,9 +102,16 @@ def test_what_was_never_kept_and_what_was_not_looked_up_is_not_evicted(servers: 
 def test_each_request_has_its_reason_and_its_states_in_the_workers_feed(servers: SharedServers, new):
     feed = servers.seamark.url + "/seamark/outcomes"
 
+    def events() -> list[list[Any]]:
+        told, answer = [], {"boot": "", "cursor": 0, "events": [0]}
+        while answer["events"]:
+            asked = {"boot": answer["boot"], "after": answer["cursor"]}
+            answer = httpx.get(feed, params=asked, timeout=60).json()
+            told += answer["events"]
+        return told
+
     def outcomes() -> dict[str, tuple[str, int]]:
-        events = httpx.get(feed, timeout=60).json()["events"]
-        return {event[1]: (event[2], event[3]) for event in events if event[0] == "admitted"}
+        return {event[1]: (event[2], event[3]) for event in events() if event[0] == "admitted"}
 
     for name, stream in (("feed-1", False), ("feed-2", True)):
         messages = [{"role": "system", "content": new * 8}, {"role": "user", "content": name}]
@@ -115,8 +123,7 @@ def test_each_request_has_its_reason_and_its_states_in_the_workers_feed(servers:
     found = outcomes()
     assert found["feed-1"] == ("cold", 0) and found["feed-3"] == ("no_boundary", 0)
     assert found["feed-2"][0] == "hit" and found["feed-2"][1] >= 64
-    events = httpx.get(feed, timeout=60).json()["events"]
-    (came,) = (event for kind, *event in events if kind == "came" and event[0] == "feed-1")
+    (came,) = (event for kind, *event in events() if kind == "came" and event[0] == "feed-1")
     assert came[1] > came[2][-1][0] >= 64 and all(name for _, name in came[2])
     some, whole = (httpx.get(servers.seamark.url + path).text for path in (worker_metrics.OF_PLUGIN, "/metrics"))
     assert worker_metrics.read(some) == worker_metrics.read(whole) and len(some) < len(whole) / 5
