@@ -289,10 +289,11 @@ async def run(servers: Servers, attackers: int, seconds: float) -> Run:
     gateway = servers.gateway(worker, flags=FLAGS)
     for server, path in ((worker, "/health"), (gateway, "/ready")):
         await asyncio.to_thread(server.wait_until_ready, path)
-    await asyncio.sleep(1)
+    honest, took = Honest(gateway), []
+    await honest.stream_on(STREAMS, time.monotonic() + 0.1)  # the first request starts the reading of the worker's feed
+    honest.lateness, honest.streams = array("q"), 0
     before = open_files(gateway.process.pid)
     until = time.monotonic() + seconds
-    honest, took = Honest(gateway), []
     memory: list[int] = []
 
     async def watch() -> None:

@@ -18,6 +18,7 @@ import re
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ _HINT = re.compile(rb'"seamark_boundaries": ?\[([^\]]*)\]')
 
 _REQUEST_ID = re.compile(rb"\r\nx-request-id: *([!-~]+)", re.I)
 
-_FEED = re.compile(rb"boot=([^&]*)&after=(\d+)")
+_FEED = re.compile(rb"boot=([^&]*)&after=(\d+)&wait=([\d.]+)")
 
 MAX_KEPT = 4096  # outcomes of the feed
 
@@ -113,16 +114,22 @@ class Feed:
     def __init__(self) -> None:
         self._kept: deque[tuple[int, str, Counted]] = deque(maxlen=MAX_KEPT)
         self._cursor = 0
+        self._news = asyncio.Event()
 
     def add(self, request_id: str, counts: Counted) -> None:
         """A request was admitted."""
         self._cursor += 1
         self._kept.append((self._cursor, request_id, counts))
+        self._news.set()
 
-    def read(self, target: bytes) -> bytes:
-        """The answer to a request of the feed."""
+    async def read(self, target: bytes) -> bytes:
+        """The answer to a request of the feed, once there is news or, as an engine, when its time is over."""
         query = _FEED.search(target)
         after = int(query[2]) if query and query[1] == b"mock" else 0
+        if after == self._cursor and query:
+            self._news.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), float(query[3]))
         new = [(name, counts) for number, name, counts in self._kept if number > after]
         reasons = ["hit" if counts.cached else "cold" for _, counts in new]
         events = [
@@ -156,10 +163,13 @@ class Worker(Connection):
             else:
                 self._stream(body, counts)
         elif path == b"/seamark/outcomes":
-            self.transport.write(_whole(self._feed.read(head.target)))
+            self._reading = asyncio.ensure_future(self._tell(head.target))
         else:
             found = page(head.method, path, body)
             self.transport.write(_whole(*found) if found else _whole(b'{"detail":"Not Found"}', "404 Not Found"))
+
+    async def _tell(self, target: bytes) -> None:
+        self.transport.write(_whole(await self._feed.read(target)))
 
     def _stream(self, body: bytes, counts: Counted) -> None:
         self.transport.write(_STREAM_HEAD)
