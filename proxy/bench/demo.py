@@ -156,7 +156,7 @@ def start(
 ) -> tuple[list[Contender], Server]:
     """What is compared, Seamark's engine behind its gateway, and an engine without a cache; defects go to `folder`."""
     model, flags = generated_model(say), ("--block-size", str(block), *more)
-    say("starting four engines at once: Seamark, vLLM alone, vLLM tuned to find most, and one without a cache")
+    say("starting four engines, a minute on two cores: Seamark, vLLM alone, vLLM tuned, and one without a cache")
     seamark = servers.engine("seamark", model, flags=flags)
     alone = servers.engine("vllm-alone", model, "reference", flags)
     # Dormant during the stories; then defects are planted there, where hits end inside blocks too.
