@@ -186,8 +186,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="print the tables, which the report has anyway")
     parser.add_argument("--keep", action="store_true", help="serve on afterwards and print the base_url")
     parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")
-    parser.add_argument("--block-size", type=int, default=BLOCK, metavar="N", help="a multiple of 32 (%(default)s)")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the README's instead, in about an hour")
+    parser.add_argument("--block-size", type=int, default=BLOCK, metavar="N", help=f"tokens a block, 32 x n ({BLOCK})")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="only draw README's, in half an hour")
     args = parser.parse_args(argv)
     began, say = time.monotonic(), narrator()
     if args.picture:
