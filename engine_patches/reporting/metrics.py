@@ -55,7 +55,7 @@ GAUGES = {
     "state_bytes": ("seamark_checkpoint_bytes", "Bytes of recurrent states held in the cache"),
     "pinned_blocks": ("seamark_pinned_blocks", "Cache blocks that pinned prompts hold"),
     "disk_bytes": ("seamark_checkpoint_directory_bytes", "Bytes of checkpoints in the directory that can be loaded"),
-    "pass_seconds": ("seamark_pass_seconds", "Learnt time of a pass with a prompt, beside its tokens"),
+    "pass_seconds": ("seamark_pass_seconds", "Learnt time of a pass with a prompt, apart from its tokens"),
     "token_seconds": ("seamark_token_seconds", "Learnt time that a prompt token adds to a pass"),
 }
 

@@ -189,8 +189,8 @@ def warnings(gateway: Gateway) -> list[str]:
     ]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
-        counted = "what the plugin would save is counted as with hints beside that"
-        drafting = f"drafts: {counted}, which it gives once they have stood a trial at each start"
+        counted = "what the plugin would save is counted as if it used hints with drafts"
+        drafting = f"drafts: {counted}, which it does once they have passed a trial, at each start"
         sentences += [f"Worker {worker.name} {drafting}." for worker in up if worker.drafts]
     else:
         for worker in up:

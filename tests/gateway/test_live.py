@@ -107,7 +107,7 @@ async def judged(gateway: InMemoryGateway, requests: int) -> dict[str, Any]:
     ("plugin", "reason", "warned"),
     [
         ({"patched": True, "refused": "a layer slides"}, "hint_ignored", "no hints: a layer slides"),
-        ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "have stood a trial"),
+        ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "have passed a trial"),
     ],
 )
 async def test_nothing_is_promised_of_a_plugin_that_would_refuse_the_hints(in_memory, bare, plugin, reason, warned):
