@@ -71,6 +71,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         **_of_both(gateway),
         "now": time.time(),
         "alarms": alarms(gateway),
+        "api_port": gateway.settings.port if gateway.settings.admin_port is not None else None,  # None: the page's own
         "seconds_saved": time_saved.net,
         "time": {
             "saved": time_saved.saved,

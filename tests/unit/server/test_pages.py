@@ -81,9 +81,8 @@ async def test_who_asks_for_a_path_that_nobody_has_reads_which_one_is_meant(in_m
     message = error_of(answer)["message"]
     assert answer.status_code == 404 and message.startswith(f"No such path: {path}. "), message
     assert "type" not in answer.json() and (await gateway.get("/v1/v1/messages")).json()["type"] == "error"
-    assert [words for words in says if words not in message] == [] and ("Did you mean" in message) == (
-        "Did you" in says[0]
-    )
+    assert [words for words in says if words not in message] == []
+    assert ("Did you mean" in message) == ("Did you" in says[0])
 
 
 async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(in_memory, tmp_path):
@@ -95,6 +94,7 @@ async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(
         assert (await gateway.get(path)).status_code == (200 if path == "/health" else 404), path
         assert (await pages.get(path)).status_code == 200, path
     assert (await pages.get("/")).headers["location"] == "ui"
+    assert (await pages.get("/seamark/live")).json()["api_port"] == 8080
     for path, words in ((CHAT, "clients use the gateway's port"), ("/chat/completions", "operator's pages only")):
         answer = await pages.post(path, json={"model": "m"})
         assert answer.status_code == 404 and words in error_of(answer)["message"], path
