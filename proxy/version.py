@@ -26,7 +26,7 @@ def version() -> str:
                 git = ROOT / git.read_text().partition(":")[2].strip()
             *_, last = (git / "logs/HEAD").read_text(errors="replace").splitlines()
             found += f"+g{last.split()[1][:9]}" if ".dev" in found else ""
-        return found
+        return str(found)
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(DISTRIBUTION)
     return "unknown"

@@ -83,7 +83,7 @@ def test_bench_mine_measures_a_stack_with_seamark_beside_one_without(servers: Sh
     assert ours["lengths"]["200"]["hit"] >= mine.HITS and not theirs["lengths"]["200"]["hit"]
     assert "of it in this stack's cache and 0% in the other's" in report["verdict"]
     # Each turn finds the one before it.
-    turns = ours["conversation"]
+    (turns,) = (each["replies"] for each in ours["rounds"] if each["shape"] == "conversation")
     assert all(later["cached_tokens"] > earlier["cached_tokens"] for earlier, later in pairwise(turns))
 
 
