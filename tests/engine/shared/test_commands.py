@@ -92,6 +92,8 @@ def test_the_same_seed_makes_the_same_model(tmp_path, model):
     assert seamark("model", "--out", str(tmp_path / "again")).returncode == 0
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (model / name).read_bytes()
+    texts = ((folder / "generation_config.json").read_text() for folder in (model, tmp_path / "again"))
+    assert [len(json.loads(text)["eos_token_id"]) > 20 for text in texts] == [False, True]  # it ends its answers
 
 
 @pytest.mark.thorough
