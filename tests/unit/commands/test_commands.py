@@ -132,16 +132,12 @@ def test_source_in_development_has_the_commit_that_is_checked_out_in_its_version
         command = ["git", "-C", place, "-c", "user.name=a", "-c", "user.email=a", *line.split()]
         return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
 
-    declared = tmp_path / "pyproject.toml"
-    declared.write_text('name = "vllm-seamark"\nversion = "9.9.dev0"\n')
+    (tmp_path / "pyproject.toml").write_text('name = "vllm-seamark"\nversion = "9.9.dev0"\n')
     for line in ("init", "add .", "commit -m 1", "worktree add beside", "commit -m 2 --allow-empty", "gc"):
         git(tmp_path, line)
     for place in (tmp_path, tmp_path / "beside"):
         monkeypatch.setattr(half, "ROOT", place)
         assert half.version.__wrapped__() == f"9.9.dev0+g{git(place, 'rev-parse HEAD')[:9]}"
-    monkeypatch.setattr(half, "ROOT", tmp_path)
-    declared.write_text('name = "vllm-seamark"\nversion = "9.9"\n')
-    assert half.version.__wrapped__() == "9.9"
 
 
 @pytest.mark.parametrize(
@@ -249,10 +245,7 @@ def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict
     ("flags", "fields"),
     [
         ([], {}),
-        (
-            ["--share", 'the "a"', "--max-inflight", "8", "--admin"],
-            {"share": 'the "a"', "max_inflight": 8, "admin": True},
-        ),
+        (["--share", '"a"', "--max-inflight", "8", "--admin"], {"share": '"a"', "max_inflight": 8, "admin": True}),
         (["--share", "", "--max-inflight", "0"], {"share": "", "max_inflight": 0}),
     ],
 )
