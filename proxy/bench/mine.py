@@ -104,7 +104,7 @@ Round = Sequence[MinedReply]  # of one shape, in the order of its requests
 PAIR = MinedShape("pair", "two requests with one system prompt", 2, True, _pair)
 SHAPES = (
     PAIR,
-    MinedShape("fan_out", f"{FAN_OUT} requests at once on a new system prompt", FAN_OUT, False, _fan_out),
+    MinedShape("fan-out", f"{FAN_OUT} requests at once on a new system prompt", FAN_OUT, False, _fan_out),
     MinedShape("conversation", "a conversation, turn by turn", TURNS, False, _conversation),
 )
 

@@ -142,7 +142,7 @@ def test_a_server_that_caches_hits_and_the_plan_is_kept(server, ran):
     assert 2900 <= sum(len(prompt) for prompt in server.prompts) <= 1.5 * 2900
     told = re.compile(r" *(.+): [\d,]+ of [\d,]+ tokens found, first token after [\d.]+ s")
     found = [told.fullmatch(line)[1] for line in lines]
-    shapes = ("pair at 50 tokens", "pair at 200 tokens", "fan_out at 200 tokens", "conversation at 200 tokens")
+    shapes = ("pair at 50 tokens", "pair at 200 tokens", "fan-out at 200 tokens", "conversation at 200 tokens")
     assert Counter(found) == {"a short prompt": 2, **dict.fromkeys(shapes, 4)}
     systems = [request["messages"][0]["content"] for request in server.requests]
     assert [systems.count(one) for one in dict.fromkeys(systems)] == [1, 1, 2, 2, 4, 4, 2, 2]  # every prefix is new
