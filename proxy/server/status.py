@@ -18,6 +18,7 @@ from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
 from proxy.observability.totals import SLOTS, SLOTS_OF_MINUTE, Totals
+from proxy.version import version
 
 if TYPE_CHECKING:
     from proxy.fleet.self_check import SelfCheck
@@ -36,6 +37,7 @@ def _of_both(gateway: Gateway) -> dict[str, Any]:
     check = gateway.self_check
     is_checked = bool(gateway.settings.self_check_interval)
     return {
+        "version": version(),
         "since": gateway.created,
         "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
         "warnings": warnings(gateway),
@@ -178,6 +180,7 @@ def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
     sentences = [f"Worker {worker.name} gets no hints: {worker.refused}." for worker in up if worker.refused]
+    sentences += [f"Worker {worker.name}: {worker.other_version}." for worker in up if worker.other_version]
     for worker in up:
         if worker.draft_state == TRIAL:
             so_far = f" ({worker.trial_figures})" if worker.trial_figures else ""

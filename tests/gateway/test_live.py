@@ -257,7 +257,7 @@ def test_a_start_names_version_addresses_and_each_worker_with_what_it_runs(fleet
     assert f"Seamark {version()}" in start
     assert f"base_url {gateway.url}/v1 " in start and f"live page {gateway.url}/ui" in start
     (patched,), (unpatched,) = lines(gateway, f"worker {worker.url[7:]} "), lines(gateway, f"worker {bare.url[7:]} ")
-    assert "serves m; vLLM 0.32.0; patched (Seamark 0.3.0, match unit 16 tokens)" in patched
+    assert f"serves m; vLLM 0.32.0; patched (Seamark {version()}, match unit 16 tokens)" in patched
     assert "serves n; vLLM 0.32.0; not patched" in unpatched and f"seamark doctor --worker {bare.url}" in unpatched
 
 
@@ -337,7 +337,7 @@ FORGED = "\n2026-11-25 23:00:00,000 INFO seamark.gateway forged"
 
 @pytest.fixture
 def evil():
-    with recording_worker(version="0.3.0" + EVIL, connector="C" + EVIL, refused="why" + EVIL) as started:
+    with recording_worker(version=version() + EVIL, connector="C" + EVIL, refused="why" + EVIL) as started:
         started.models = ("m", "evil" + EVIL, "evil" + FORGED)
         yield started
 

@@ -22,6 +22,7 @@ from proxy.observability.totals import Totals
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, merged
 from proxy.server.status import HOUR, alarms, changing, drafts_status, redis_status, warnings, worker_status
+from proxy.version import version
 from tests.harness.api_keys import entry
 from tests.harness.in_memory_gateway import Call, InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
@@ -205,7 +206,8 @@ async def test_the_application_that_clients_reach_runs_the_gateway_and_the_pages
     assert steps == ["serve", "start", "serve", "stop"]
 
 
-ENGINE = EngineInfo("0.9.0", "0.32.0", 16, 384)
+ENGINE = EngineInfo(version(), "0.32.0", 16, 384)
+OTHER_BUILD = replace(ENGINE, version="0.0")
 
 READ = Reports("http://worker-0:1")
 
@@ -266,6 +268,7 @@ def test_answers_that_differ_are_an_alarm_with_what_is_done_about_it(own, hints_
     [
         ({"metrics": metrics(replace(ENGINE, refused="two groups"))}, "Worker worker-0 gets no hints: two groups."),
         ({"metrics": metrics(None)._replace(other_release="update it")}, "Worker worker-0 gets no hints: update it."),
+        ({"metrics": metrics(OTHER_BUILD)}, f"Worker worker-0: {OTHER_BUILD.other_version}."),
         ({"reports": Reports(why_not="404")}, "What the engine of worker worker-0 reports cannot be read: 404."),
     ],
 )
