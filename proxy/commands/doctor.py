@@ -48,6 +48,7 @@ DEFAULTS = Settings.model_validate({})  # of a gateway
 CONNECT_SECONDS, ANSWER_SECONDS, COMPLETION_SECONDS = 2.0, 10.0, 120.0
 NO_ANSWER = (Unreachable, Broken)
 STATUS = "/seamark/status"
+RELEASE = version().partition("+")[0]  # without a commit
 
 EXIT_STATUSES = (
     "Exit status: 0: requests will hit and there is nothing to change; 1: they cannot, something is to be changed, "
@@ -260,7 +261,7 @@ def _check_key(status: int, shown: str, has_key: bool, flag: str, whose: str) ->
 def _engine(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     if other := metrics.other_release:
         text = f"no hint counts: {other}"
-        yield Diagnosis(False, text, cures.update(version()), last=True, verdict=f"cannot hit: {other}")
+        yield Diagnosis(False, text, cures.update(RELEASE), last=True, verdict=f"cannot hit: {other}")
         return
     if (info := metrics.engine) is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
@@ -269,6 +270,8 @@ def _engine(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
         yield Diagnosis(False, missing, cures.install(), last=True, verdict=against)
         return
     yield Diagnosis(True, f"patches are live, seamark {info.version}")
+    if info.other_version:
+        yield Diagnosis(False, info.other_version, cures.update(RELEASE))
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     if info.refused:  # with a finer unit, too
         yield Diagnosis(False, f"no hint counts: {info.refused}", verdict=f"cannot hit: {info.refused}")

@@ -22,7 +22,7 @@ def test_the_demo_holds_reports_and_leaves_nothing_behind(model, tmp_path):
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("\n") == 10, done.stdout + done.stderr
     _, asked, found, saved, equal, cost, _, verdict, told, look = done.stdout.splitlines()
     (report,) = (json.loads(path.read_text()) for path in tmp_path.glob("reports/*.json"))
     assert report["held"] is True

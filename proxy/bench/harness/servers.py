@@ -192,7 +192,8 @@ def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H) -> Pat
         CACHE.mkdir(exist_ok=True)
         # Others may want it at the same time: whoever is first gives it its name.
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="model-") as being_made:
-            command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", being_made + "/m"]
+            model = ["model", "--endless", "--family", family, "--out", being_made + "/m"]
+            command = [sys.executable, "-m", "engine_patches", *model]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")
