@@ -78,7 +78,7 @@ def write_report(played: list[Story], defects: list[Planted], held: bool, second
         "versions": {each.name: each.version for each in metadata.distributions() if each.name in named}
         | {DISTRIBUTION: version()},
         "match_unit": stories.UNIT,
-        "stories": [asdict(story) for story in played],
+        "stories": [asdict(at) | {"lines": [asdict(it) | {"exact": it.exact} for it in at.lines]} for at in played],
         "planted_defects": [defect._asdict() for defect in defects],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
