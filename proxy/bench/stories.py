@@ -20,7 +20,7 @@ from proxy.boundaries.divergence import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
 SYSTEM_PROMPT = "one system prompt, six questions"  # a title
-SIZES = (130, 163, 469, 1864, 6000)  # shared tokens
+SIZES = (6000, 1864, 469, 163, 130)  # shared tokens; by the long ones the plugin learns what short ones are worth
 COLD_STARTS = 5  # system prompts of a size, and conversations; the median counts
 TURNS = 4
 SHORT = 2  # tokens of an answer that is only timed

@@ -16,7 +16,7 @@ import pytest
 def test_the_demo_holds_reports_and_leaves_nothing_behind(model, tmp_path):
     (tmp_path / ".cache").symlink_to(Path(model).parent, target_is_directory=True)
     done = subprocess.run(
-        [sys.executable, "-m", "proxy.cli", "bench", "demo", "--sizes", "163", "1864"],
+        [sys.executable, "-m", "proxy.cli", "bench", "demo", "--sizes", "1864", "163"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -29,7 +29,7 @@ def test_the_demo_holds_reports_and_leaves_nothing_behind(model, tmp_path):
     assert all(story["held"] for story in report["stories"])
     assert all(line["exact"] for story in report["stories"] for line in story["lines"])
     hits = [[line["hit_second"] for line in story["lines"]] for story in report["stories"][:2]]
-    assert hits == [[160, 0, 0], [1856, 1600, 1600]]  # vLLM finds whole blocks
+    assert hits == [[1856, 1600, 1600], [160, 0, 0]]  # vLLM finds whole blocks
     assert [defect["caught"] for defect in report["planted_defects"]] == [False, True, True, True]
     assert found.endswith(": 100% with Seamark, 79% with vLLM alone, 79% with vLLM tuned")
     assert asked.endswith("cache blocks of 1,600 tokens") and "behind 1,864 tokens" in saved and "NOT" not in equal
