@@ -18,7 +18,7 @@ from proxy.chat.chat import CHAT, COMPLETIONS
 from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures, indented
 from proxy.commands.outlook import outlook
 from proxy.commands.parser import Parser
-from proxy.commands.recipe import read_recipe
+from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, image_version, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError

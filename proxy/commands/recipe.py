@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -21,11 +20,7 @@ from typing import Any, NamedTuple
 from proxy.commands.recipe_text import (
     ServeLine,
     Word,
-    field_of,
-    fill_template,
     fill_variables,
-    read_text,
-    read_yaml,
     word_at,
     words_of,
 )
@@ -36,9 +31,9 @@ from proxy.http.json_body import loads
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told otherwise; nothing listens here
 
 # In a line of a shell; the second is how vLLM was started before it had a command.
-_SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
+SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
 
-_DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
+DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
 LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
 
 # Of `docker run`, those without a value; letters can stand together. All others take the next word.
@@ -146,82 +141,13 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
-    """A file, a line, or a container that Docker (`inspect`) knows. Raises `SettingsError` with what is missing."""
-    if _SERVE.search(f" {given} ") or _DOCKER_RUN.search(given):
-        return _of_text(given, "the command", "")
-    path = Path(os.path.expanduser(given))
-    if os.path.isdir(path):  # which takes any name, as long ones
-        raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
-    if not os.path.isfile(path):
-        return _of_container(given, inspect)
-    text = read_text(path)
-    if path.suffix not in (".yaml", ".yml"):
-        return _of_text(text, str(path), path.stem)
-    document = read_yaml(text, given)
-    if "services" in document:
-        return _of_compose(document, path, "")
-    if "command" in document:
-        return _of_spark(document, path)
-    if field_of(document, "model", str, given):
-        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
-    kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
-    raise SettingsError(f"{given} has no {kinds} configuration)")
-
-
-def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
-    missing = [name for name in ("name", "container", "command") if not isinstance(document.get(name), str)]
-    if missing:
-        raise SettingsError(f"{path}: a recipe of spark-vllm-docker has a text for {', '.join(missing)}")
-    source = str(path)
-    command = fill_template(document["command"], field_of(document, "defaults", dict, source), source)
-    field_of(document, "mods", list, source)
-    arguments = [word.value for word in serve_line(command, source).words]
-    environment = {**_variables(command), **_environment(field_of(document, "env", dict, source))}
-    builds = tuple(map(str, field_of(document, "build_args", list, source)))
-    image = document["container"]
-    return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
-
-
-def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
-    source = str(path)
-    services = {str(name): each for name, each in field_of(document, "services", dict, source).items()}
-    known = {**_env_file(path.parent / ".env"), **os.environ}
-    mappings = {name: service for name, service in services.items() if isinstance(service, dict)}
-    found = [name for name in mappings if (name == wanted if wanted else _runs_vllm(mappings[name]))]
-    if len(found) != 1:
-        several = f"{len(found)} services with vLLM ({', '.join(found)})" if found else "no service that runs vLLM"
-        raise SettingsError(f"{source}: {several}; setup takes one")
-    name, service = found[0], mappings[found[0]]
-    where = f"{source}: {name}"
-    arguments = fill_variables(inner_arguments(_words_of_service(service), source), known, source)
-    kind = list if isinstance(service.get("environment"), list) else dict
-    variables = _environment(field_of(service, "environment", kind, where))
-    environment = dict(zip(variables, fill_variables(variables.values(), known, source), strict=True))
-    (image,) = fill_variables([field_of(service, "image", str, where)], known, source)
-    if not image:
-        raise SettingsError(f"{source}: the service {name} has no `image:` that Seamark's plugin could be put into")
-    recipe = Recipe(RecipeKind.COMPOSE, source, name, arguments, environment, image, document={"services": services})
-    ports = field_of(service, "ports", list, where)
-    return _with_address(recipe, ports, known, shares_network=service.get("network_mode") == "host")
-
-
-def _with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
+def with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
     """With the place where clients find it: at one of a container's `ports`, or else on this machine alone."""
     if shares_network:
         return recipe
     own = recipe.port
     published = (_published(port, own, known) for port in ports)
     return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
-
-
-def _words_of_service(service: Mapping[str, Any]) -> list[str]:
-    return [*as_list(service.get("entrypoint")), *as_list(service.get("command"))]
-
-
-def _runs_vllm(service: Mapping[str, Any]) -> bool:
-    is_vllm = "vllm" in str(service.get("image", "")).lower()
-    return serves(" ".join(_words_of_service(service))) or (is_vllm and bool(service.get("command")))
 
 
 def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
@@ -241,48 +167,20 @@ def port_in(text: object) -> int | None:
     return int(digits) if re.fullmatch(r"\d{1,5}", digits, re.ASCII) and 0 < int(digits) < 65536 else None
 
 
-def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
-    told = inspect(given) if re.fullmatch(r"[\w][\w.-]*", given) else None
-    if told is None:
-        raise SettingsError(f"{given} is no file, no command with `vllm serve`, and no container that Docker knows")
-    try:
-        config, host = told["Config"], told["HostConfig"]
-        labels = config.get("Labels") or {}
-        service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
-        if service and files:
-            path = Path(files.split(",")[0])
-            if not os.path.isfile(path):
-                raise SettingsError(f"the container {given} is of {path}, which is not here; give the compose file")
-            return _of_compose(read_yaml(read_text(path), str(path)), path, service)
-        words = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
-        environment = _environment(config.get("Env"))
-        name, image = str(told["Name"]).lstrip("/"), str(config["Image"])
-        ports = host.get("PortBindings") or {}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
-    arguments = inner_arguments(words, f"the container {given}", by_image=False)
-    recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
-    if host.get("NetworkMode") == "host":
-        return recipe
-    bound = ports.get(f"{recipe.value('--port') or DEFAULT_PORT}/tcp") or [{}]
-    where = bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT
-    return replace(recipe, listens=where)
-
-
-def _of_text(text: str, source: str, name: str) -> Recipe:
-    if _DOCKER_RUN.search(_without_comments(text)):
+def of_text(text: str, source: str, name: str) -> Recipe:
+    if DOCKER_RUN.search(_without_comments(text)):
         run = docker_run(text, source)
-        known = {**os.environ, **_variables(text[: run.start])}
+        known = {**os.environ, **variables_of(text[: run.start])}
         image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
-        environment = _environment(options_of(values, ("-e", "--env")))
+        environment = environment_of(options_of(values, ("-e", "--env")))
         arguments = inner_arguments(fill_variables([word.value for word in run.arguments], known, source), source)
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
         shares_network = "host" in options_of(values, ("--network", "--net"))
-        return _with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
+        return with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
     line = serve_line(text, source)
     before = text[: line.start]
     kind = RecipeKind.LAUNCHER if LAUNCHER in before.rpartition("\n\n")[2] else RecipeKind.COMMAND
-    variables = _variables(before)
+    variables = variables_of(before)
     arguments = fill_variables([word.value for word in line.words], {**os.environ, **variables}, source)
     return Recipe(kind, source, name, arguments, variables, text=text)
 
@@ -293,12 +191,12 @@ def _without_comments(text: str) -> str:
 
 
 def serves(text: str) -> bool:
-    return bool(_SERVE.search(f" {text} "))
+    return bool(SERVE.search(f" {text} "))
 
 
 def serve_line(text: str, source: str) -> ServeLine:
     """The arguments behind the one `vllm serve` of a text. Raises `SettingsError` without one."""
-    found = list(_SERVE.finditer(f"{_without_comments(text)}\n"))
+    found = list(SERVE.finditer(f"{_without_comments(text)}\n"))
     if len(found) != 1:
         raise SettingsError(f"{source}: {'no' if not found else 'more than one'} `vllm serve` in it; setup takes one")
     return words_of(text, found[0].end(), source)
@@ -315,7 +213,7 @@ class DockerRun(NamedTuple):
 
 def docker_run(text: str, source: str) -> DockerRun:
     """The one `docker run` of a text. Raises `SettingsError` without one, or if it names no image."""
-    found = list(_DOCKER_RUN.finditer(_without_comments(text)))
+    found = list(DOCKER_RUN.finditer(_without_comments(text)))
     if len(found) != 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
     line = words_of(text, found[0].end(), source)
@@ -353,23 +251,13 @@ def behind_serve(words: Sequence[str], before: str = "") -> int:
     return 0
 
 
-def as_list(given: Any) -> list[str]:
-    """A command of compose, which is a text or a list."""
-    if given is None:
-        return []
-    try:
-        return list(map(str, given)) if isinstance(given, list) else shlex.split(str(given))
-    except ValueError:
-        raise SettingsError(f"a quote in the command `{str(given)[:64]}` is not closed") from None
-
-
-def _environment(given: Any) -> dict[str, str]:
+def environment_of(given: Any) -> dict[str, str]:
     if isinstance(given, Mapping):
         return {str(name): "" if value is None else str(value) for name, value in given.items()}
     return dict(str(each).partition("=")[::2] for each in given or ())
 
 
-def _variables(text: str) -> dict[str, str]:
+def variables_of(text: str) -> dict[str, str]:
     """What a script sets before it starts vLLM."""
     found: dict[str, str] = {}
     at = 0
@@ -377,13 +265,6 @@ def _variables(text: str) -> dict[str, str]:
         while assigned := _ASSIGNED.search(text, at):
             found[assigned[1]], at = word_at(text, assigned.end())
     return found
-
-
-def _env_file(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        return {}
-    pairs = (line.strip().partition("=") for line in read_text(path, "replace").splitlines())
-    return {name: value.strip("'\"") for name, _, value in pairs}
 
 
 def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:

@@ -21,7 +21,8 @@ import yaml
 from proxy.commands import recipe as reading
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, as_list, flag_name
+from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, flag_name
+from proxy.commands.recipe_compose import as_list
 from proxy.commands.recipe_text import Word
 from proxy.errors import SettingsError
 

@@ -16,8 +16,9 @@ from urllib.parse import unquote, urlsplit
 
 from proxy.commands.outlook import Outlook, base_image, outlook
 from proxy.commands.parser import Parser
-from proxy.commands.recipe import EVERYWHERE, Recipe, read_recipe
+from proxy.commands.recipe import EVERYWHERE, Recipe
 from proxy.commands.recipe_files import LIST, MOD, Places, RecipeFiles, files_of, script
+from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.ways import image_version, surroundings
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError

@@ -16,7 +16,7 @@ from engine_patches.commands.explain import GIB
 from engine_patches.families import layers_in
 from engine_patches.kv_connectors import ConnectorLane
 from proxy.commands import outlook
-from proxy.commands.recipe import read_recipe
+from proxy.commands.recipe_reader import read_recipe
 from tests.harness import families, recipe_models, recipes
 from tests.harness.families import CHOSEN, DOCUMENT, VERSION, Source
 from tests.harness.recipe_models import MODELS, PUBLISHED, Explained, write_models

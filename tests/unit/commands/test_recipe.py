@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.commands.outlook import Outlook, base_image, outlook
-from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, read_recipe
+from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind
+from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.recipe_text import words_of
 from proxy.errors import SettingsError
 

@@ -21,8 +21,9 @@ import yaml
 from proxy.commands import setup
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import IMAGE
-from proxy.commands.recipe import EVERYWHERE, read_recipe
+from proxy.commands.recipe import EVERYWHERE
 from proxy.commands.recipe_files import Places, RecipeFiles, files_of
+from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.setup import gateway_host, gateway_worker, run_script, source_folder, undo_script
 from proxy.errors import SettingsError
 from tests.deploy.compose_files import DEPLOY

@@ -1,0 +1,93 @@
+"""What a recipe is, told from what is given, and read as such."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from proxy.commands.recipe import (
+    DOCKER_RUN,
+    EVERYWHERE,
+    SERVE,
+    Recipe,
+    RecipeKind,
+    environment_of,
+    inner_arguments,
+    of_text,
+    port_in,
+    serve_line,
+    variables_of,
+)
+from proxy.commands.recipe_compose import of_compose
+from proxy.commands.recipe_text import field_of, fill_template, read_text, read_yaml
+from proxy.commands.ways import DEFAULT_PORT
+from proxy.errors import SettingsError
+
+
+def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
+    """A file, a line, or a container that Docker (`inspect`) knows. Raises `SettingsError` with what is missing."""
+    if SERVE.search(f" {given} ") or DOCKER_RUN.search(given):
+        return of_text(given, "the command", "")
+    path = Path(os.path.expanduser(given))
+    if os.path.isdir(path):  # which takes any name, as long ones
+        raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
+    if not os.path.isfile(path):
+        return _of_container(given, inspect)
+    text = read_text(path)
+    if path.suffix not in (".yaml", ".yml"):
+        return of_text(text, str(path), path.stem)
+    document = read_yaml(text, given)
+    if "services" in document:
+        return of_compose(document, path, "")
+    if "command" in document:
+        return _of_spark(document, path)
+    if field_of(document, "model", str, given):
+        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
+    kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
+    raise SettingsError(f"{given} has no {kinds} configuration)")
+
+
+def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
+    missing = [name for name in ("name", "container", "command") if not isinstance(document.get(name), str)]
+    if missing:
+        raise SettingsError(f"{path}: a recipe of spark-vllm-docker has a text for {', '.join(missing)}")
+    source = str(path)
+    command = fill_template(document["command"], field_of(document, "defaults", dict, source), source)
+    field_of(document, "mods", list, source)
+    arguments = [word.value for word in serve_line(command, source).words]
+    environment = {**variables_of(command), **environment_of(field_of(document, "env", dict, source))}
+    builds = tuple(map(str, field_of(document, "build_args", list, source)))
+    image = document["container"]
+    return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
+
+
+def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
+    told = inspect(given) if re.fullmatch(r"[\w][\w.-]*", given) else None
+    if told is None:
+        raise SettingsError(f"{given} is no file, no command with `vllm serve`, and no container that Docker knows")
+    try:
+        config, host = told["Config"], told["HostConfig"]
+        labels = config.get("Labels") or {}
+        service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
+        if service and files:
+            path = Path(files.split(",")[0])
+            if not os.path.isfile(path):
+                raise SettingsError(f"the container {given} is of {path}, which is not here; give the compose file")
+            return of_compose(read_yaml(read_text(path), str(path)), path, service)
+        words = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
+        environment = environment_of(config.get("Env"))
+        name, image = str(told["Name"]).lstrip("/"), str(config["Image"])
+        ports = host.get("PortBindings") or {}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
+    arguments = inner_arguments(words, f"the container {given}", by_image=False)
+    recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
+    if host.get("NetworkMode") == "host":
+        return recipe
+    bound = ports.get(f"{recipe.value('--port') or DEFAULT_PORT}/tcp") or [{}]
+    where = bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT
+    return replace(recipe, listens=where)
