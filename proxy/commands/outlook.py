@@ -82,7 +82,7 @@ def family_of(model: str) -> KnownFamily | None:
 
 def outlook(recipe: Recipe, version: str = "") -> Outlook:
     """`version`: of the vLLM in the recipe's image, if its labels tell it; otherwise its tag is believed."""
-    notes = [f"{flag} is taken away: {why}" for flag, why in DROPPED.items() if recipe.has(flag)]
+    notes = [*recipe.notes, *(f"{flag} is taken away: {why}" for flag, why in DROPPED.items() if recipe.has(flag))]
     if recipe.has(NO_CACHING):
         notes.append(f"{NO_CACHING} is taken away: without a prefix cache nothing can hit")
     family, drafts = family_of(recipe.model), recipe.fields(*DRAFTS)

@@ -69,6 +69,7 @@ class Recipe:
     image: str = ""  # empty: none is named
     builds: Sequence[str] = ()  # flags of spark-vllm-docker's build script
     listens: tuple[str, int] | None = None  # address and port of this machine, if they are not vLLM's own
+    notes: Sequence[str] = ()  # what was read besides, and what is not seen here
     document: Any = None  # what a file of YAML holds
     text: str = ""  # of a command or a script
 
@@ -141,24 +142,32 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
+def with_address(recipe: Recipe, ports: Iterable[Any], *, shares_network: bool) -> Recipe:
     """With the place where clients find it: at one of a container's `ports`, or else on this machine alone."""
     if shares_network:
         return recipe
     own = recipe.port
-    published = (_published(port, own, known) for port in ports)
-    return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
+    return replace(recipe, listens=next(filter(None, (published(port, own) for port in ports)), ("127.0.0.1", own)))
 
 
-def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
-    """Address and port of this machine that lead to vLLM's `own`, in either of compose's spellings."""
-    if isinstance(port, dict):
-        address, published, inside = port.get("host_ip", EVERYWHERE), port.get("published"), port.get("target")
+def published(port: Any, own: int) -> tuple[str, int] | None:
+    """Address and port of this machine that lead to a container's `own`, in each of Compose's spellings."""
+    if isinstance(port, Mapping):
+        names = ("host_ip", "published", "target", "protocol")
+        address, outer, inner, protocol = (str(port.get(name) or "") for name in names)
     else:
-        *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
-        address, published = before[0].strip("[]") if len(before) > 1 else EVERYWHERE, before[-1] if before else None
-    number = port_in(published)
-    return (str(address), number) if str(inside) == str(own) and number is not None else None
+        spelt, _, protocol = str(port).partition("/")
+        address, outer, inner = ["", "", *spelt.rsplit(":", 2)][-3:]
+    inside, outside = _ports(inner), _ports(outer)
+    if protocol not in ("", "tcp") or own not in inside or len(inside) != len(outside):
+        return None  # of several, Docker takes one that is free
+    return address.strip("[]") or EVERYWHERE, outside[inside.index(own)]
+
+
+def _ports(text: str) -> range:
+    """Those of `8000` or `8000-8005`."""
+    first, last = (port_in(each) for each in (text.partition("-")[0], text.rpartition("-")[2]))
+    return range(first, last + 1) if first and last else range(0)
 
 
 def port_in(text: object) -> int | None:
@@ -176,7 +185,7 @@ def of_text(text: str, source: str, name: str) -> Recipe:
         arguments = inner_arguments(fill_variables([word.value for word in run.arguments], known, source), source)
         recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
         shares_network = "host" in options_of(values, ("--network", "--net"))
-        return with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
+        return with_address(recipe, options_of(values, ("-p", "--publish")), shares_network=shares_network)
     line = serve_line(text, source)
     before = text[: line.start]
     kind = RecipeKind.LAUNCHER if LAUNCHER in before.rpartition("\n\n")[2] else RecipeKind.COMMAND

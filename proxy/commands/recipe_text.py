@@ -79,20 +79,46 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML comes without ty
         return node
 
 
-def read_yaml(text: str, source: str) -> dict[str, Any]:
-    """A document of fields. Raises `SettingsError` for another one, or for too many values."""
+class Tagged(NamedTuple):
+    """A value that has one of Compose's tags."""
+
+    tag: str  # such as !reset
+    value: Any
+
+
+def _tagged(loader: _Loader, name: str, node: yaml.Node) -> Any:
+    plain = type(node)(loader.resolve(type(node), node.value, (True, False)), node.value)
+    value = loader.construct_object(plain, deep=True)
+    return Tagged(f"!{name}", value) if name in ("reset", "override") else value
+
+
+_Loader.add_multi_constructor("!", _tagged)
+
+
+class TextLoader(_Loader):
+    """Takes each value as the text that it is spelt with, but nothing for nothing."""
+
+
+TextLoader.yaml_implicit_resolvers = {
+    first: [(tag, spelt) for tag, spelt in found if tag.endswith((":null", ":merge"))]
+    for first, found in _Loader.yaml_implicit_resolvers.items()
+}
+
+
+def read_yaml(text: str, source: str, loader: type[_Loader] = _Loader) -> list[dict[str, Any]]:
+    """Documents of fields, one at least. Raises `SettingsError` for others, or for too many values."""
     try:
-        document = yaml.load(text, _Loader)  # noqa: S506  # which is a safe one
-        json.dumps(document, default=str, skipkeys=True, ensure_ascii=False).encode()
+        documents = [each for each in yaml.load_all(text, loader) if each is not None]  # a safe one
+        json.dumps(documents, default=str, skipkeys=True, ensure_ascii=False).encode()
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         raise SettingsError(f"{source} is no YAML" + (f": line {where.line + 1}" if where else "")) from None
     except Exception as error:  # such as a date that is none, or a number of more digits than Python reads
         why = error if isinstance(error, SettingsError) else type(error).__name__
         raise SettingsError(f"{source} cannot be read as YAML ({why})") from None
-    if not isinstance(document, dict):
+    if not documents or not all(isinstance(each, dict) for each in documents):
         raise SettingsError(f"{source} says nothing of how vLLM is run")
-    return document
+    return documents
 
 
 def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) -> Any:
