@@ -17,7 +17,6 @@ from itertools import count
 from typing import Any
 
 from proxy.commands.recipe_line import LAUNCHER, DockerRun, ServeLine, behind_serve, how_to_say, serve_line, start_of
-from proxy.commands.recipe_text import fill_variables
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 from proxy.http.json_body import loads
@@ -141,24 +140,32 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
+def with_address(recipe: Recipe, ports: Iterable[Any], *, shares_network: bool) -> Recipe:
     """With the place where clients find it: at one of a container's `ports`, or else on this machine alone."""
     if shares_network:
         return recipe
     own = recipe.port
-    published = (_published(port, own, known) for port in ports)
-    return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
+    return replace(recipe, listens=next(filter(None, (published(port, own) for port in ports)), ("127.0.0.1", own)))
 
 
-def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
-    """Address and port of this machine that lead to vLLM's `own`, in either of compose's spellings."""
-    if isinstance(port, dict):
-        address, published, inside = port.get("host_ip", EVERYWHERE), port.get("published"), port.get("target")
+def published(port: Any, own: int) -> tuple[str, int] | None:
+    """Address and port of this machine that lead to a container's `own`, in each of Compose's spellings."""
+    if isinstance(port, Mapping):
+        names = ("host_ip", "published", "target", "protocol")
+        address, outer, inner, protocol = (str(port.get(name) or "") for name in names)
     else:
-        *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
-        address, published = before[0].strip("[]") if len(before) > 1 else EVERYWHERE, before[-1] if before else None
-    number = port_in(published)
-    return (str(address), number) if str(inside) == str(own) and number is not None else None
+        spelt, _, protocol = str(port).partition("/")
+        address, outer, inner = ["", "", *spelt.rsplit(":", 2)][-3:]
+    inside, outside = _ports(inner), _ports(outer)
+    if protocol not in ("", "tcp") or own not in inside or len(inside) != len(outside):
+        return None  # of several, Docker takes one that is free
+    return address.strip("[]") or EVERYWHERE, outside[inside.index(own)]
+
+
+def _ports(text: str) -> range:
+    """Those of `8000` or `8000-8005`."""
+    first, last = (port_in(each) for each in (text.partition("-")[0], text.rpartition("-")[2]))
+    return range(first, last + 1) if first and last else range(0)
 
 
 def port_in(text: object) -> int | None:

@@ -21,9 +21,9 @@ import yaml
 from proxy.commands import recipe as reading
 from proxy.commands.outlook import CACHING
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
-from proxy.commands.recipe_compose import as_list
+from proxy.commands.recipe_compose import ComposeService, words_of_field, words_of_service
 from proxy.commands.recipe_line import behind_serve
-from proxy.commands.recipe_text import Word, as_lines
+from proxy.commands.recipe_text import Tagged, Word, as_lines
 from proxy.commands.script_edits import (
     HERE,
     OWN_NAME,
@@ -115,31 +115,59 @@ def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
 
 
 def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
-    own = Path(recipe.source).resolve()
-    document = recipe.document["services"][recipe.name]
+    project: ComposeService = recipe.document
     image = image_of(recipe, places)
-    entrypoint, command = _in_container(recipe, as_list(document.get("entrypoint")), as_list(document.get("command")))
     build = {
         "context": str(places.source).replace("$", "$$"),
         "dockerfile": "deploy/worker.Dockerfile",
-        "args": {"VLLM_IMAGE": places.image or document["image"]},
+        "args": {"VLLM_IMAGE": places.image or project.fields["image"]},
     }
-    service: dict[str, Any] = {"image": image, "build": build, "command": command, "labels": {LABEL: image}}
-    if entrypoint or document.get("entrypoint"):
-        service["entrypoint"] = entrypoint or WORKER
-    if document.get("network_mode") != "host" and not document.get("ports"):
+    service: dict[str, Any] = {"image": image, "build": build, **_words_of_service(recipe), "labels": {LABEL: image}}
+    if not project.is_published:
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
-    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n"
+    if "pull_policy" in project.fields:
+        service["pull_policy"] = "build"
+    base, name = shlex.join(project.command), shlex.quote(recipe.name)
+    first = []
+    if "build" in project.fields:  # of their own image, into which the plugin goes
+        service["build"] = Tagged("!override", build)
+        first = [f"{base} build {name}"]
+    overlay = f"# {_safe_line(recipe.source)} with Seamark's plugin: an overlay.\n"
     overlay += _yaml({"services": {recipe.name: service}})
-    base = f"docker compose -f {shlex.quote(str(own))}"
-    name = shlex.quote(recipe.name)
     start = script(
         "Builds the image of your compose file with Seamark's plugin in it, and starts the service from that.",
         "# Your file stays as it is; undo.sh starts the service from it alone again, if that is what runs now.",
         _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
+        *first,
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
     )
     return _of_image({"compose.seamark.yaml": overlay, "start.sh": start}, image, again=f"{base} up -d {name}")
+
+
+def _words_of_service(recipe: Recipe) -> dict[str, Any]:
+    """Entrypoint and command as the user has spelt them, for an image whose entrypoint gives what is needed.
+
+    A command that is a shell's text keeps its shell, and is given the flags itself.
+    """
+    fields = recipe.document.fields
+    is_list = not any(isinstance(fields.get(name), str) for name in ("entrypoint", "command"))
+
+    def spelt(words: Sequence[Word]) -> Any:
+        return [word.value for word in words] if is_list else " ".join(word.raw for word in words)
+
+    for name in ("entrypoint", "command"):
+        words = words_of_field(fields.get(name))
+        for number, word in enumerate(words):
+            if reading.serves(word.value):
+                text = with_flags(word.value, recipe)
+                return {name: spelt([*words[:number], Word(shlex.quote(text), text), *words[number + 1 :]])}
+    words = words_of_service(fields)
+    left = without_flags(_behind_serve(words, ()))
+    seen = {flag_name(word.value) for word in words}
+    if hidden := next((each for each in TAKEN_AWAY if recipe.has(each) and each not in seen), ""):
+        raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
+    command = {"command": spelt([*left, *(Word(each, each) for each in _host_of(recipe))])}
+    return {"entrypoint": WORKER, **command} if fields.get("entrypoint") else command
 
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -333,8 +361,14 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without ty
     def represent_str(self, text: str) -> yaml.Node:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
+    def represent_tagged(self, value: Tagged) -> yaml.Node:
+        node = self.represent_data(value.value)
+        node.tag = value.tag
+        return node
+
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(Tagged, _Dumper.represent_tagged)
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from proxy.commands.recipe import (
     of_text,
     port_in,
 )
-from proxy.commands.recipe_compose import of_compose
+from proxy.commands.recipe_compose import of_compose, of_compose_line
 from proxy.commands.recipe_line import serve_line
 from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
 from proxy.commands.ways import DEFAULT_PORT
@@ -32,6 +32,8 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     if SERVE.search(f" {given} ") or DOCKER_RUN.search(given):
         return of_text(given, "the command", "")
     path = Path(os.path.expanduser(given))
+    if not os.path.exists(path) and re.match(r"(?:sudo\s+)?docker(?:-|\s+)compose(?:\s|$)", given):
+        return of_compose_line(given)
     if os.path.isdir(path):  # which takes any name, as long ones
         raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
     if not os.path.isfile(path):
@@ -39,9 +41,17 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     text = read_text(path)
     if path.suffix not in (".yaml", ".yml"):
         return of_text(text, str(path), path.stem)
-    document = read_yaml(text, given)
-    if "services" in document:
-        return of_compose(document, path, "")
+    documents = read_yaml(text, given)
+    if any("services" in each or "include" in each for each in documents):
+        return of_compose([path])
+    if manifests := [str(each.get("kind")) for each in documents if "apiVersion" in each]:
+        cure = (
+            'the chart in deploy/helm runs vLLM there with Seamark; or give its `args:` as a line, "vllm serve MODEL"'
+        )
+        raise SettingsError(f"{given} is a manifest of Kubernetes ({', '.join(manifests)}): {cure}")
+    if len(documents) > 1:
+        raise SettingsError(f"{given} has {len(documents)} documents of YAML, none with `services:`; give one of them")
+    (document,) = documents
     if "command" in document:
         return _of_spark(document, path)
     if field_of(document, "model", str, given):
@@ -74,10 +84,11 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         labels = config.get("Labels") or {}
         service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
         if service and files:
-            path = Path(files.split(",")[0])
-            if not os.path.isfile(path):
-                raise SettingsError(f"the container {given} is of {path}, which is not here; give the compose file")
-            return of_compose(read_yaml(read_text(path), str(path)), path, service)
+            paths = [Path(each) for each in files.split(",")]
+            if missing := [str(path) for path in paths if not os.path.isfile(path)]:
+                there = ", ".join(missing)
+                raise SettingsError(f"the container {given} is of {there}, which is not here; give the compose file")
+            return of_compose(paths, [service])
         words = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
         environment = environment_of(config.get("Env"))
         name, image = str(told["Name"]).lstrip("/"), str(config["Image"])

@@ -20,7 +20,6 @@ from proxy.errors import SettingsError
 MOST_BYTES = 2**17  # of a file; one that people run has some 2,000
 MOST_FILLED = 2**20  # characters that what is in such a file may stand for
 MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what one counts beside its characters
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
 
 # Of Python's format, which also takes widths of any size.
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
@@ -64,20 +63,46 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML comes without ty
         return node
 
 
-def read_yaml(text: str, source: str) -> dict[str, Any]:
-    """A document of fields. Raises `SettingsError` for another one, or for too many values."""
+class Tagged(NamedTuple):
+    """A value that has one of Compose's tags."""
+
+    tag: str  # such as !reset
+    value: Any
+
+
+def _tagged(loader: _Loader, name: str, node: yaml.Node) -> Any:
+    plain = type(node)(loader.resolve(type(node), node.value, (True, False)), node.value)
+    value = loader.construct_object(plain, deep=True)
+    return Tagged(f"!{name}", value) if name in ("reset", "override") else value
+
+
+_Loader.add_multi_constructor("!", _tagged)
+
+
+class TextLoader(_Loader):
+    """Takes each value as the text that it is spelt with, but nothing for nothing."""
+
+
+TextLoader.yaml_implicit_resolvers = {
+    first: [(tag, spelt) for tag, spelt in found if tag.endswith((":null", ":merge"))]
+    for first, found in _Loader.yaml_implicit_resolvers.items()
+}
+
+
+def read_yaml(text: str, source: str, loader: type[_Loader] = _Loader) -> list[dict[str, Any]]:
+    """Documents of fields, one at least. Raises `SettingsError` for others, or for too many values."""
     try:
-        document = yaml.load(text, _Loader)  # noqa: S506  # which is a safe one
-        json.dumps(document, default=str, skipkeys=True, ensure_ascii=False).encode()
+        documents = [each for each in yaml.load_all(text, loader) if each is not None]  # a safe one
+        json.dumps(documents, default=str, skipkeys=True, ensure_ascii=False).encode()
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         raise SettingsError(f"{source} is no YAML" + (f": line {where.line + 1}" if where else "")) from None
     except Exception as error:  # such as a date that is none, or a number of more digits than Python reads
         why = error if isinstance(error, SettingsError) else type(error).__name__
         raise SettingsError(f"{source} cannot be read as YAML ({why})") from None
-    if not isinstance(document, dict):
+    if not documents or not all(isinstance(each, dict) for each in documents):
         raise SettingsError(f"{source} says nothing of how vLLM is run")
-    return document
+    return documents
 
 
 def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) -> Any:
@@ -107,11 +132,6 @@ def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
         return str(values[found[2]])
 
     return _fill(_PLACEHOLDER, value, [template], source)[0]
-
-
-def fill_variables(texts: Iterable[str], known: Mapping[str, str], source: str) -> list[str]:
-    """With the variables that are known here, or their defaults."""
-    return _fill(_VARIABLE, lambda found: known.get(found[1] or found[3]) or found[2] or "", texts, source)
 
 
 def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str) -> list[str]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.commands.outlook import Outlook, base_image, outlook
-from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind
+from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, published
 from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.recipe_text import words_of
 from proxy.errors import SettingsError
@@ -35,11 +35,6 @@ CONTAINER: Mapping[str, Any] = {
 
 SPARK = {"name": "x", "container": "vllm-node", "command": "vllm serve m --port {port} {{x}}\n# end"}
 SPARK |= {"defaults": {"port": 8007}, "env": {"A_B": 1, "C": None}, "build_args": ["--a", 1]}
-
-
-def compose(**service: Any) -> dict[str, Any]:
-    usual = {"image": "vllm/vllm-openai:v0.33.0", "command": "m --port 8001"}
-    return {"services": {"db": {"image": "redis"}, "llm": {**usual, **service}}}
 
 
 # Lines, and files by their names: as text or YAML.
@@ -70,16 +65,6 @@ READ: dict[str, Any] = {
     "spark.yaml": SPARK,
     "plain.yaml": {"name": "x", "container": "vllm-node", "command": "vllm serve m"},
     "config.yaml": {"model": "org/m", "port": 8002, "host": "::", "max_model_len": 8, "speculative-config": {"n": 1}},
-    "compose.yaml": compose(ports=["9000:8001", "9002:8001"], environment={"A": 1}),
-    "compose-host.yaml": compose(network_mode="host", ports=["9000:8001"]),
-    "compose-shell.yml": compose(image="mine:1", command="bash -c 'exec vllm serve m'"),
-    "compose-entry.yaml": compose(image="mine:1", entrypoint="vllm serve", command=["m"]),
-    "compose-variables.yaml": compose(
-        image="${THERE}/vllm:1",
-        entrypoint=["vllm", "serve"],
-        command=["$PORT_HERE", "--a", "${COMMENT:-none}"],
-        environment=["A=$THERE", "B"],
-    ),
 }
 
 
@@ -101,7 +86,9 @@ def file(tmp_path: Path) -> Callable[[str, Any], Path]:
 
 def shown(recipe: Recipe) -> str:
     """All that is read, and what follows from it."""
-    own = [f"{each.name}: {getattr(recipe, each.name)!r}" for each in fields(recipe) if each.name != "text"]
+    own = [
+        f"{each.name}: {getattr(recipe, each.name)!r}" for each in fields(recipe) if each.name not in ("text", "notes")
+    ]
     found = {name: getattr(recipe, name) for name in ("model", "host", "port", "has_rust_frontend")}
     found |= {f"flag {flag}": recipe.value(flag) for flag in ("--a", "--max-model-len") if recipe.has(flag)}
     found |= {"fields": fields_given} if (fields_given := recipe.fields("--sc", "-sc")) else {}
@@ -259,16 +246,16 @@ def test_what_is_no_file_no_command_and_no_container_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("port", "listens"),
     [
-        *((port, (EVERYWHERE, 9000)) for port in ("9000:8001", "9000:8001/tcp", {"target": 8001, "published": 9000})),
-        *((f"{host}:9000:8001", ("10.0.0.7", 9000)) for host in ("10.0.0.7", "${ADDRESS_HERE:-10.0.0.7}")),
-        *(("[::1]:9000:8001", ("::1", 9000)), ({"target": "8001", "published": "1", "host_ip": "a"}, ("a", 1))),
-        *((port, ("127.0.0.1", 8001)) for port in ({"target": 8001}, {"target": 80, "published": 9000}, "8001", 8001)),
-        *((port, ("127.0.0.1", 8001)) for port in ("9000:8000", "9000-9005:8001")),
+        *((port, (EVERYWHERE, 9000)) for port in ("9000:8001", ":9000:8001/tcp", {"target": 8001, "published": 9000})),
+        *(("10.0.0.7:9000:8001", ("10.0.0.7", 9000)), ("[::1]:9000:8001", ("::1", 9000))),
+        *(("::1:9000:8001", ("::1", 9000)), ({"target": "8001", "published": "1", "host_ip": "a"}, ("a", 1))),
+        *(("7000-7002:8000-8002", (EVERYWHERE, 7001)), ({"target": 8001, "published": "9-9"}, (EVERYWHERE, 9))),
+        *((port, None) for port in ({"target": 8001}, {"target": 80, "published": 9000}, "8001", 8001, "9000:8000")),
+        *((port, None) for port in ("9000-9005:8001", "9000:8001/udp", "9000:8001-8002", "99999:8001", "x:y", "")),
     ],
 )
-def test_a_port_of_compose_leads_to_that_of_vllm_or_counts_for_nothing(port, listens, file):
-    recipe = read(file("a.yaml", compose(ports=["53:53/udp", port])))
-    assert ((recipe.host, recipe.port), recipe.name) == (listens, "llm")
+def test_a_port_leads_to_that_of_vllm_or_counts_for_nothing(port, listens):
+    assert published(port, 8001) == listens
 
 
 def contained(config: Mapping[str, Any] | None = None, **host: Any) -> Recipe:
@@ -317,10 +304,10 @@ def test_what_docker_says_and_nobody_understands_is_said(told):
 def test_a_container_of_compose_is_read_from_its_file(file):
     services = {name: {"image": "vllm/vllm-openai", "command": f"{name}-model"} for name in ("a", "b")}
     path = file("compose.yaml", {"services": services})
-    files = f"{path},{path.parent}/override.yaml"
+    files = f"{path},{file('override.yaml', {'services': {'b': {'command': 'theirs'}}})}"
     labels = {"com.docker.compose.service": "b", "com.docker.compose.project.config_files": files}
     recipe = contained({"Labels": labels})
-    assert (recipe.kind, recipe.name, recipe.model) == (RecipeKind.COMPOSE, "b", "b-model")
+    assert (recipe.kind, recipe.name, recipe.model) == (RecipeKind.COMPOSE, "b", "theirs")
     for missing in labels:
         assert contained({"Labels": {missing: labels[missing]}}).kind is RecipeKind.CONTAINER
     path.write_text("a: [")
