@@ -166,7 +166,7 @@ def _way(case: Path, told: Mapping[str, Any], machines: Sequence[Machine]) -> tu
                 machine.file(f"{UNITS}/{name}", text)
             return f"{UNITS}/{name}", ["systemctl", "start", name]
         case ".yaml" | ".yml" if "\nservices:" in f"\n{text}":
-            return path, ["docker", "compose", "-f", path, "up", "-d"]
+            return path, ["docker", "compose", "-f", path, "up", "-d", *told.get("services", ())]
         case ".yaml" if "\nrecipe_version:" in text or text.startswith("recipe_version:"):
             return path, ["sh", "-c", f'cd {SPARK} && exec ./run-recipe.sh {path} "$@"', "sh"]
         case ".yaml" if "\nmodel: \"" in text:

@@ -24,7 +24,7 @@ PROGRAMS = (
     "journalctl huggingface-cli hf"
 ).split()
 _PLAIN = {"PATH": "/usr/local/bin:/usr/bin:/bin"}
-_NOT_TOLD = ("PATH", "HOME", "USER", "LANG", "PWD", "OLDPWD", "SHLVL", "_", "STAND_IN")
+_NOT_TOLD = ("PATH", "HOME", "USER", "LANG", "PWD", "OLDPWD", "SHLVL", "_", "LC_CTYPE", "STAND_IN")
 _SWITCHES = "rm init detach interactive tty privileged read-only publish-all quiet no-healthcheck".split()
 _WORKER = ["python3", "-m", "engine_patches", "worker"]
 
