@@ -198,6 +198,7 @@ def of_text(text: str, source: str, name: str) -> Recipe:
         return recipe
     hiding, own = _may_publish(found), port_in(recipe.value("--port") or DEFAULT_PORT)
     if own and not hiding:
+        notes.append(f"it publishes no port; the one that is written here does: 127.0.0.1:{own}")
         return replace(recipe, listens=("127.0.0.1", own))
     found_at = (published(port, own) for port in found.given("-p", "--publish") if own)
     listens = next(filter(None, found_at), None)
@@ -220,7 +221,7 @@ def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
         yield f"{', '.join(start.script.sourced)} is read by it, and what that sets is not seen here"
     line = text[slice(*start.outer.place)]
     for name in start.script.ambiguous:
-        if re.search(rf"\$\{{?{name}\b", line):
+        if start.script.names[name] and re.search(rf"\$\{{?{name}\b", line):
             yield f"{name} depends on a condition in the script; what is said here is for the value that was read"
 
 

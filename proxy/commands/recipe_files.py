@@ -334,7 +334,7 @@ def _if_it_runs(places: Places, runs: str) -> str:
 
 def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
     root = shlex.quote(str(places.source))
-    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
+    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root} >&2"
 
 
 def script(purpose: str, *lines: str, text: str = "") -> str:
