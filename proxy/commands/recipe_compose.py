@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice, pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from proxy.commands.compose_project import NAMES, UNSET, Project, Variables, env_file, words_in
+from proxy.commands.compose_project import NAMES, UNSET, Project, env_file, fill
+from proxy.commands.parser import Parser
 from proxy.commands.recipe import Recipe, RecipeKind, environment_of, inner_arguments, published, serves
-from proxy.commands.recipe_text import Word, field_of
+from proxy.commands.recipe_text import field_of
 from proxy.errors import SettingsError
 
-_SWITCHES = ("--all-resources", "--compatibility", "--dry-run")
-_PATHS = ("--env-file", "--project-directory")
 FIELDS = ("image", "entrypoint", "command", "environment", "env_file", "ports", "network_mode")  # those that are filled
+_OPTIONS = ("-f", "--env-file", "--project-directory", "-p", "--profile")
 
 
 class ComposeService(NamedTuple):
@@ -29,39 +30,38 @@ class ComposeService(NamedTuple):
 
 def of_compose_line(given: str) -> Recipe:
     """Of a line with `docker compose`, its options and the services behind its command. Raises `SettingsError`."""
-    try:
-        words = shlex.split(given)
-    except ValueError:
-        raise SettingsError(f"a quote in `{given[:64]}` is not closed") from None
-    at = 1 + next(number for number, word in enumerate(words) if word.endswith("compose"))
-    options: list[str] = []
-    paths: list[Path] = []
-    while at < len(words) and words[at].startswith("-"):
-        name, equals, value = words[at].partition("=")
-        at += 1
-        if not equals and name not in _SWITCHES:
-            value = "".join(words[at : at + 1])
-            at += 1
-        if name in ("-f", "--file"):
-            paths.append(Path(value).expanduser())
-        else:
-            options += [name, str(Path(value).resolve()) if name in _PATHS else value][: 1 + bool(value)]
+    parser = Parser(prog="docker compose", add_help=False, allow_abbrev=False)
+    for name, longer in zip(_OPTIONS, ("--file", *_OPTIONS[1:3], "--project-name", "--profile"), strict=True):
+        parser.add_argument(*dict.fromkeys((name, longer)), action="append", default=[], dest=name)
+    parsed, words = parser.parse_known_args(as_words(given.partition("compose")[2]))
+    options = {name: getattr(parsed, name) for name in _OPTIONS}
     folders = [Path.cwd(), *Path.cwd().parents]
-    found = (folder / name for folder in folders for name in NAMES if (folder / name).is_file())
-    paths = paths or [*islice(found, 1)]
+    found = [folder / name for folder in folders for name in NAMES if (folder / name).is_file()]
+    paths = [Path(each).expanduser() for each in options.pop("-f")] or found[:1]
     if missing := [str(path) for path in paths if not path.is_file()] if paths else ["compose.yaml"]:
         raise SettingsError(f"{', '.join(missing)}, which `{given[:64]}` takes, is not here")
-    return of_compose(paths, words[at:], options)
+    return of_compose(paths, words, options)
 
 
-def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Sequence[str] = ()) -> Recipe:
+def of_compose(
+    paths: Sequence[Path], wanted: Collection[str] = (), options: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> Recipe:
     """`wanted`: services, or else all of them. `options`: of `docker compose`, but for its files."""
-    env_files, folders = ([Path(value) for name, value in pairwise(options) if name == each] for each in _PATHS)
-    project = Project(paths, env_files, *folders)
+    env_files, folders = ([Path(each).resolve() for each in options.get(name, ())] for name in _OPTIONS[1:3])
+    project = Project(paths, env_files, *folders[-1:])
     source = " and ".join(map(str, project.paths))
-    command = ["docker", "compose", *options, *(word for path in project.paths for word in ("-f", str(path.resolve())))]
-    variables = Variables(project.known, source)
-    filled = {name: variables.fill(_of_interest(each)) for name, each in project.services.items()}
+    given = {
+        **options,
+        "--env-file": env_files,
+        "--project-directory": folders,
+        "-f": [p.resolve() for p in project.paths],
+    }
+    command = [
+        "docker",
+        "compose",
+        *(str(word) for name, each in given.items() for value in each for word in (name, value)),
+    ]
+    filled = {name: fill(_of_interest(each), project.known, source) for name, each in project.services.items()}
     asked = [name for name in filled if name in wanted]
     found = asked if len(asked) == 1 else [name for name in asked or filled if _runs_vllm(name, filled[name])]
     if len(found) != 1:
@@ -73,7 +73,7 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     if not (image := field_of(service, "image", str, where)):
         raise SettingsError(f"{source}: the service {name} has no `image:` that Seamark's plugin could be put into")
     environment = _environment(service, project.known, where)
-    arguments = inner_arguments([word.value for word in words_of_service(service)], where)
+    arguments = inner_arguments(words_of_service(service), where)
     recipe = Recipe(RecipeKind.COMPOSE, str(project.paths[0]), name, arguments, environment, image)
     deciding = [image, recipe.model, recipe.value("--port"), *(each for each in arguments if each.startswith("{"))]
     shares_network, listens = service.get("network_mode") == "host", None
@@ -101,9 +101,7 @@ def _of_interest(service: Any) -> dict[str, Any]:
 def _runs_vllm(name: str, service: Mapping[str, Any]) -> bool:
     image = str(service.get("image", ""))
     is_vllm = "vllm" in (name if UNSET.search(image) else image).lower()
-    return serves(" ".join(word.value for word in words_of_service(service))) or (
-        is_vllm and bool(service.get("command"))
-    )
+    return serves(" ".join(words_of_service(service))) or (is_vllm and bool(service.get("command")))
 
 
 def _environment(service: Mapping[str, Any], known: Mapping[str, str], where: str) -> dict[str, str]:
@@ -116,12 +114,20 @@ def _environment(service: Mapping[str, Any], known: Mapping[str, str], where: st
     return {name: UNSET.sub("", value) for name, value in environment.items()}
 
 
-def words_of_service(service: Mapping[str, Any]) -> list[Word]:
-    return [*words_of_field(service.get("entrypoint")), *words_of_field(service.get("command"))]
+def words_of_service(service: Mapping[str, Any]) -> list[str]:
+    return [*as_words(service.get("entrypoint")), *as_words(service.get("command"))]
 
 
-def words_of_field(given: Any) -> list[Word]:
-    """A command of Compose, which is a list or a text with a shell's quotes."""
+def as_words(given: Any) -> list[str]:
+    """A command of Compose, which is a text or a list."""
     if given is None or isinstance(given, list):
-        return [Word(shlex.quote(each), each) for each in map(str, given or ())]
-    return words_in(str(given))
+        return [*map(str, given or ())]
+    try:
+        words = shlex.split(str(given))
+    except ValueError:
+        raise SettingsError(f"a quote in the command `{str(given)[:64]}` is not closed") from None
+    if cut := next((word for word in words if re.fullmatch(r"[;|&]+|\d?[<>]\S*", word)), ""):
+        raise SettingsError(
+            f"Compose takes nothing from `{cut}` on in the command `{str(given)[:64]}`: it is no shell's"
+        )
+    return words
