@@ -19,11 +19,21 @@ from typing import Any, NamedTuple
 import yaml
 
 from proxy.commands import recipe as reading
-from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, flag_name
+from proxy.commands.outlook import CACHING, DROPPED
+from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
 from proxy.commands.recipe_compose import ComposeService, as_words
-from proxy.commands.recipe_text import Tagged, Word
+from proxy.commands.recipe_line import behind_serve
+from proxy.commands.recipe_text import Tagged, Word, as_lines
+from proxy.commands.script_edits import (
+    HERE,
+    OWN_NAME,
+    TAKEN_AWAY,
+    elsewhere,
+    shell_of,
+    with_flags,
+    with_image,
+    without_flags,
+)
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
@@ -33,13 +43,10 @@ IMAGE = "seamark-worker"  # ends in the service's or container's name, and what 
 LABEL = "seamark.setup"  # of containers that were started from it
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
 
-# Not to be given to what serves in their place, which has them by itself or has no use for them.
-_TAKEN_AWAY = (*DROPPED, NO_CACHING)
-
 # The same in a text; and a shell's command.
 _WITHOUT = re.compile(
     "|".join(
-        rf"\s+{flag.replace('-', '[-_]')}(?:[= ]\S+)?" if flag in DROPPED else rf"\s+{flag}" for flag in _TAKEN_AWAY
+        rf"\s+{flag.replace('-', '[-_]')}(?:[= ]\S+)?" if flag in DROPPED else rf"\s+{flag}" for flag in TAKEN_AWAY
     )
 )
 _SHELL = re.compile(r"\s*(?:\S*/)?(?:ba|da|z)?sh\s(?:-\w+\s+)*-\w*c\s")
@@ -75,38 +82,6 @@ def spark_checkout(*folders: Path) -> Path:
     raise SettingsError(f"--spark: {folders[-1]} is no checkout of spark-vllm-docker: it has no mods/ and recipes/")
 
 
-def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list[Word]:
-    """Without the flags that are taken away, and their values."""
-    left: list[Word] = []
-    skip = False
-    for word in words:
-        is_taken = not skip and (name := flag_name(word.value)) in taken_away
-        if not skip and not is_taken:
-            left.append(word)
-        skip = is_taken and name != NO_CACHING and "=" not in word.value  # that is a switch
-    return left
-
-
-def _edited(text: str, recipe: Recipe) -> str:
-    """A text with its one `vllm serve`, which gets what is needed; all before and behind it stays as it is spelt."""
-    line = reading.serve_line(text, recipe.source)
-    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
-    added = [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
-    words = _in_lines([word.raw for word in without_flags(line.words)], added)
-    return f"{text[: line.start]} {words}{text[line.end :]}"
-
-
-def _in_lines(words: Sequence[str], added: Sequence[str] = ()) -> str:
-    """A flag and its value to a line."""
-    lines: list[str] = []
-    for word in words:
-        if not lines or word.startswith("-") or lines[-1].count(" ") or not lines[-1].startswith("-"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return " \\\n    ".join([*lines, *added])
-
-
 def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     own = Path(recipe.source).resolve()
     target = spark_checkout(*own.parents, places.spark)
@@ -115,7 +90,8 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     document["name"] = f"Seamark {document['name']}"
     document["mods"] = [*(mod for mod in document.get("mods") or () if mod != MOD), str(places.out / MOD)]
     # The template, whose braces are not filled here.
-    document["command"] = "\n".join(map(str.rstrip, _edited(document["command"], recipe).splitlines())) + "\n"
+    command = with_flags(as_lines(document["command"]), recipe, environment_of(document.get("env")))
+    document["command"] = "\n".join(map(str.rstrip, command.splitlines())) + "\n"
     text = f"# {_safe_line(str(own))} with Seamark's plugin.\n" + _yaml(document)
     solo = " --solo" if document.get("solo_only") else ""
     start = script(
@@ -135,12 +111,13 @@ def make_mod(source: Path, folder: Path) -> str:
 
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
-    before, launcher, behind = _edited(recipe.text, recipe).partition(LAUNCHER)
+    text = with_flags(recipe.text, recipe, os.environ, mod=shlex.quote(str(places.out / MOD)))
     start = script(
         "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it.",
         f"{make_mod(places.source, places.out)} || exit",
         f"cd {shlex.quote(str(target))} || exit",
-        text=f"{before}{launcher} --apply-mod {shlex.quote(str(places.out / MOD))}{behind}",
+        *_own_name(recipe, text),
+        text=elsewhere(text),
     )
     return RecipeFiles({"start.sh": start})
 
@@ -183,14 +160,14 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
     given = {name: recipe.document.fields.get(name) for name in ("entrypoint", "command")}
     for name, each in given.items():
         if isinstance(each, list) and any(reading.serves(str(text)) for text in each):
-            return {name: [_edited(str(text), recipe) if reading.serves(str(text)) else text for text in each]}
+            return {name: [with_flags(str(text), recipe) if reading.serves(str(text)) else text for text in each]}
         if isinstance(each, str) and _SHELL.match(each):
-            return {name: _edited(each, recipe)}
+            return {name: with_flags(each, recipe)}
     texts = [each if isinstance(each, str) else shlex.join(as_words(each)) for each in given.values() if each]
     whole = f" {' '.join(texts)} "
     found = reading.SERVE.search(whole)
     text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
-    if hidden := next((flag for flag in _TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
+    if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
         raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
     text = " ".join([text, *_host_of(recipe)])
     command = text if any(isinstance(each, str) for each in given.values()) else shlex.split(text)
@@ -198,24 +175,13 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
 
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
-    run = reading.docker_run(recipe.text, recipe.source)
     image = image_of(recipe, places)
-    entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))][-1:]
-    entrypoint, command = _in_container(recipe, entrypoints, [word.value for word in run.arguments])
-    options = [f"--label={LABEL}={image}", *(word.raw for word in without_flags(run.options, ("--entrypoint",)))]
-    if entrypoint:  # of a shell, whose text is edited as one word
-        options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
-        words = [*map(shlex.quote, command)]
-    else:
-        words = [*(word.raw for word in without_flags(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
-    line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
-    start = script(
-        "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
-        f"{_build(places, run.image.raw, image, run.program)} || exit",
-        text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
-    )
-    notes = ["end the container that runs now first: both want its name and its port"]
-    return _of_image({"start.sh": start}, image, run.program, notes=notes)
+    build = _build(places, "{}", image, recipe.program)
+    text = with_image(recipe, os.environ, image, LABEL, build, places.image)
+    purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
+    start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
+    notes = ["end the container that runs now first: both want its name and its port", *_folder(recipe)]
+    return _of_image({"start.sh": start}, image, recipe.program, notes=notes)
 
 
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -230,7 +196,7 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
     words = [*map(shlex.quote, options), image, *map(shlex.quote, command)]
     start = script(
         "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
-        _build(places, shlex.quote(recipe.image), image),
+        _build(places, places.image or shlex.quote(recipe.image), image),
         _if_it_runs(places, f'[ "$(docker inspect --format "{{{{.State.Running}}}}" {theirs})" = true ]'),
         f"{_containers(image)} | xargs -r docker rm -f",
         f"docker stop {theirs}",
@@ -271,12 +237,23 @@ def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> li
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
+    text = with_flags(recipe.text, recipe, os.environ)
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
-    return _in_environment(places, {}, purpose, text=_edited(recipe.text, recipe))
+    made = _in_environment(places, {}, purpose, *_own_name(recipe, text), text=elsewhere(text), python=recipe.python)
+    return made._replace(notes=[*made.notes, *_folder(recipe)])
+
+
+def _own_name(recipe: Recipe, text: str) -> list[str]:
+    return [f"{OWN_NAME}={shlex.quote(os.path.abspath(recipe.source))}"] if elsewhere(text) != text else []
+
+
+def _folder(recipe: Recipe) -> list[str]:
+    looks_around = recipe.source != "the command" and HERE.search(recipe.text)
+    return ["run it from the folder that you run yours from: it names files by that"] if looks_around else []
 
 
 def _config(recipe: Recipe, places: Places) -> RecipeFiles:
-    taken = (*_TAKEN_AWAY, CACHING)
+    taken = (*TAKEN_AWAY, CACHING)
     left = {name: value for name, value in recipe.document.items() if flag_name(f"--{name}") not in taken}
     # `seamark worker` gives what is needed, and listens to this machine alone unless it is told otherwise.
     listens = {} if recipe.has("--host") else {"host": EVERYWHERE}
@@ -286,10 +263,25 @@ def _config(recipe: Recipe, places: Places) -> RecipeFiles:
     return _in_environment(places, {"model.yaml": text}, purpose, start)
 
 
-def _in_environment(places: Places, files: Mapping[str, str], purpose: str, *lines: str, text: str = "") -> RecipeFiles:
+def pip_install(python: str, folder: Path) -> str:
+    """What is typed to put the plugin into vLLM's environment."""
+    what = shlex.quote(str(folder))
+    if python.startswith("uvx"):
+        return f"uvx makes it anew each time, so put --with {what} behind uvx, or behind uv run, in worker.sh"
+    return f"{'uv pip' if python.startswith('uv ') else f'{python} -m pip'} install --no-deps {what}"
+
+
+def _in_environment(
+    places: Places, files: Mapping[str, str], purpose: str, *lines: str, text: str = "", python: str = "python3"
+) -> RecipeFiles:
     """Of a vLLM that the user's own environment has, where the plugin is installed by hand."""
-    install = f"pip install --no-deps {shlex.quote(str(places.source))}"
-    undo = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
+    install = pip_install(python, places.source)
+    uninstall = (
+        "pip uninstall vllm-seamark"
+        if "pip" not in install
+        else install.partition(" install")[0] + " uninstall vllm-seamark"
+    )
+    undo = f'echo "in vLLM\'s environment, if nothing else there needs it: {uninstall}"'
     files = {**files, "worker.sh": script(purpose, f"#   {install}", *lines, text=text)}
     return RecipeFiles(files, [undo], [f"once, in vLLM's environment: {install}"])
 
@@ -302,7 +294,7 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
     words, split = [*entrypoint, *command], len(entrypoint) or 1
     for number, word in enumerate(words):
         if number and reading.serves(word):
-            words[number] = _edited(word, recipe)
+            words[number] = with_flags(word, recipe)
             return words[:split], words[split:]
     left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
     return [], [*(word.value for word in left), *_host_of(recipe)]
@@ -310,7 +302,7 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
 
 def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
     """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
-    return command[reading.behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
+    return command[behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
 
 
 def _host_of(recipe: Recipe) -> list[str]:
@@ -345,13 +337,13 @@ def _if_it_runs(places: Places, runs: str) -> str:
 
 
 def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
-    root, base = shlex.quote(str(places.source)), places.image or base
+    root = shlex.quote(str(places.source))
     return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
 
 
 def script(purpose: str, *lines: str, text: str = "") -> str:
     """A `text` of the user's at its end runs in the shell that it names, and is not made stricter than it was."""
-    shebang, _, body = text.partition("\n") if text.startswith("#!") else ("#!/bin/sh", "", text)
+    shebang, _, body = text.partition("\n") if text.startswith("#!") else (shell_of(text), "", text)
     comments = [line.replace("\n", " ") for line in lines[:1] if line.startswith("#")]
     end = [body.strip()] if text else []
     strict = [] if text else ["set -eu"]

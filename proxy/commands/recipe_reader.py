@@ -19,11 +19,10 @@ from proxy.commands.recipe import (
     inner_arguments,
     of_text,
     port_in,
-    serve_line,
-    variables_of,
 )
 from proxy.commands.recipe_compose import of_compose, of_compose_line
-from proxy.commands.recipe_text import field_of, fill_template, read_text, read_yaml
+from proxy.commands.recipe_line import serve_line
+from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 
@@ -66,10 +65,11 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     if missing:
         raise SettingsError(f"{path}: a recipe of spark-vllm-docker has a text for {', '.join(missing)}")
     source = str(path)
-    command = fill_template(document["command"], field_of(document, "defaults", dict, source), source)
+    command = fill_template(as_lines(document["command"]), field_of(document, "defaults", dict, source), source)
     field_of(document, "mods", list, source)
-    arguments = [word.value for word in serve_line(command, source).words]
-    environment = {**variables_of(command), **environment_of(field_of(document, "env", dict, source))}
+    known = environment_of(field_of(document, "env", dict, source))
+    line = serve_line(command, source, known)
+    arguments, environment = [word.value for word in line.words], {**known, **line.start.variables}
     builds = tuple(map(str, field_of(document, "build_args", list, source)))
     image = document["container"]
     return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)

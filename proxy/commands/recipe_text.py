@@ -1,14 +1,14 @@
 """The text of a recipe, read within bounds, whoever wrote it.
 
 A file's bytes, the values of YAML with each alias written out, and what placeholders and variables fill in have a
-bound; words are split in one pass.
+bound.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,30 +20,14 @@ from proxy.errors import SettingsError
 MOST_BYTES = 2**17  # of a file; one that people run has some 2,000
 MOST_FILLED = 2**20  # characters that what is in such a file may stand for
 MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what one counts beside its characters
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
 
 # Of Python's format, which also takes widths of any size.
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
-
-_ENDS = " \t\r\n;&|<>()"  # of a word
-_SPACE = re.compile(r"(?:[ \t]|\\\r?\n)*+")  # between words
-# A part of a word: plain, in single quotes, in double ones, behind a backslash, or a variable.
-_PLAIN, _VALUE = rf"([^{re.escape(_ENDS)}'\"\\$]+)", r"(\$\{[^}]*\}|\$\([^)]*\)|\$(?![{(]))"
-_PART = re.compile(rf"""{_PLAIN}|'([^']*)'|"((?:[^"\\]+|\\.)*+)"|\\(.?)|{_VALUE}""", re.S)
-_IN_DOUBLE_QUOTES = 3
 
 
 class Word(NamedTuple):
     raw: str  # as it is spelt
     value: str  # without quotes; variables as they are
-
-
-class ServeLine(NamedTuple):
-    """A command in a text: its words lie in text[start:end]."""
-
-    words: Sequence[Word]
-    start: int
-    end: int
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
@@ -130,6 +114,11 @@ def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) ->
     return kind() if value is None else value
 
 
+def as_lines(command: str) -> str:
+    """A command of spark-vllm-docker whose lines of flags go on where no backslash says so."""
+    return re.sub(r"(?<!\\)[ \t]*\n(?=[ \t]*-)", r" \\\n", command)
+
+
 def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
     """`{name}` filled in a command of spark-vllm-docker."""
 
@@ -143,11 +132,6 @@ def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
         return str(values[found[2]])
 
     return fill_pattern(_PLACEHOLDER, value, [template], source)[0]
-
-
-def fill_variables(texts: Iterable[str], known: Mapping[str, str], source: str) -> list[str]:
-    """With the variables that are known here, or their defaults."""
-    return fill_pattern(_VARIABLE, lambda found: known.get(found[1] or found[3]) or found[2] or "", texts, source)
 
 
 def fill_pattern(
@@ -165,33 +149,3 @@ def fill_pattern(
         return told
 
     return [what.sub(bounded, text) for text in texts]
-
-
-def words_of(text: str, start: int, source: str) -> ServeLine:
-    """The words of a shell's command from a place in a text to its end. Raises `SettingsError` for an open quote."""
-    words: list[Word] = []
-    end = start
-    while True:
-        begin = at = _SPACE.match(text, end).end()  # type: ignore[union-attr]  # it fits nothing, too
-        if at >= len(text) or text[at] in "\r\n;&|<>()#":
-            break
-        try:
-            value, at = word_at(text, at)
-        except ValueError:
-            raise SettingsError(f"{source}: a quote behind `{text[begin : begin + 30]}` is not closed") from None
-        if text[at : at + 1] in ("<", ">") and value.isdecimal():
-            break  # the number of what is redirected
-        words.append(Word(text[begin:at], value))
-        end = at
-    return ServeLine(words, start, end)
-
-
-def word_at(text: str, at: int) -> tuple[str, int]:
-    """The word that begins there, and where it ends. Raises `ValueError` for a quote that is not closed."""
-    parts: list[str] = []
-    while at < len(text) and text[at] not in _ENDS and not text.startswith(("\\\n", "\\\r\n"), at):
-        if (found := _PART.match(text, at)) is None:
-            raise ValueError
-        part, at = found[found.lastindex or 0], found.end()
-        parts.append(re.sub(r'\\([\\"$`\n])', r"\1", part) if found.lastindex == _IN_DOUBLE_QUOTES else part)
-    return "".join(parts), at
