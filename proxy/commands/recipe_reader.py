@@ -69,7 +69,7 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     field_of(document, "mods", list, source)
     known = environment_of(field_of(document, "env", dict, source))
     line = serve_line(command, source, known)
-    arguments, environment = [word.value for word in line.words], {**known, **line.start.variables}
+    arguments, environment = [word.value for word in line.words], {**known, **line.variables}
     builds = tuple(map(str, field_of(document, "build_args", list, source)))
     image = document["container"]
     return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)

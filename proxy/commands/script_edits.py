@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
-from proxy.commands.recipe_line import LAUNCHER, DockerRun, ServeLine, serve_line, start_of
+from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
 from proxy.commands.shell import Command, Word
 from proxy.errors import SettingsError
 
@@ -81,20 +81,20 @@ def with_flags(text: str, recipe: Recipe, known: Mapping[str, str] | None = None
     edits = Edits(text, recipe.source)
     line = serve_line(text, recipe.source, known)
     _give(edits, line, recipe)
-    for word in line.start.words[: line.start.behind] if mod else ():
+    for word in line.command[: line.behind] if mod else ():
         if word.value.endswith(LAUNCHER):
             edits.put(word.place[1], f" --apply-mod {mod}")
     return edits.done()
 
 
-def _give(edits: Edits, line: ServeLine, recipe: Recipe) -> None:
+def _give(edits: Edits, line: Start, recipe: Recipe) -> None:
     """What is needed goes behind the last word, and what was taken away, out."""
     has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
     added = [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
-    left, start = without_flags(line.words), line.start
+    left = without_flags(line.words)
     edits.cut([word for word in line.words if word not in left])
-    end = (line.words or start.words)[-1].place[1]
-    is_plain = not start.is_quoted and start.outer.place[0] <= end <= start.outer.place[1]
+    end = line.command[-1].place[1]
+    is_plain = not line.is_quoted and line.outer.place[0] <= end <= line.outer.place[1]
     edits.put(end, "".join(f" \\\n    {flag}" if is_plain else f" {flag}" for flag in added))
 
 
@@ -112,14 +112,14 @@ def with_image(recipe: Recipe, known: Mapping[str, str], image: str, label: str,
             edits.cut(run.arguments[:1])
     else:
         edits.cut([word for word in run.options if word not in without_flags(run.options, ("--entrypoint",))])
-        edits.cut(run.arguments[: run.skipped])
+        edits.cut(run.arguments[: run.serve.behind])
         words = run.serve.words
         edits.cut([word for word in words if word not in without_flags(words)])
         if not recipe.has("--host"):  # vLLM alone listens to everybody, and the worker's command to its own machine
             first, host = words[0], f"--host {EVERYWHERE}"
             is_flag = first.value.startswith("-")
             edits.put(first.place[0] if is_flag else first.place[1], f"{host} " if is_flag else f" {host}")
-    edits.put(run.start.words[run.start.behind - 1].place[1], "".join(f" {option}" for option in options))
+    edits.put(run.start.command[run.start.behind - 1].place[1], "".join(f" {option}" for option in options))
     base = text[slice(*run.image.place)]
     if instead and "$" in base and text.count(run.image.value) == 1:
         at = text.index(run.image.value)
