@@ -229,10 +229,14 @@ def serves(text: str) -> bool:
     return bool(SERVE.search(f" {text} "))
 
 
-def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
-    """Those of `vllm serve` in a container's words; `by_image`: an entrypoint that is not among them may start vLLM."""
+def inner_arguments(
+    words: Sequence[str], source: str, known: Mapping[str, str] | None = None, *, by_image: bool = True
+) -> list[str]:
+    """Those of `vllm serve` in a container's words. `known`: its variables, if they are. `by_image`: an entrypoint that
+    is not among the words may start vLLM.
+    """
     if script := next(filter(serves, words), ""):
-        return [word.value for word in serve_line(script, source).words]
+        return [word.value for word in serve_line(script, source, known).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from proxy.commands import recipe as reading
-from proxy.commands.outlook import CACHING
+from proxy.commands.outlook import CACHING, DROPPED
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
-from proxy.commands.recipe_compose import ComposeService, words_of_field, words_of_service
+from proxy.commands.recipe_compose import ComposeService, as_words
 from proxy.commands.recipe_line import behind_serve
 from proxy.commands.recipe_text import Tagged, Word, as_lines
 from proxy.commands.script_edits import (
@@ -42,6 +42,14 @@ MOD = "mods/seamark"  # as make-mod.sh calls it
 IMAGE = "seamark-worker"  # ends in the service's or container's name, and what tells its folder from others
 LABEL = "seamark.setup"  # of containers that were started from it
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
+
+# The same in a text; and a shell's command.
+_WITHOUT = re.compile(
+    "|".join(
+        rf"\s+{flag.replace('-', '[-_]')}(?:[= ]\S+)?" if flag in DROPPED else rf"\s+{flag}" for flag in TAKEN_AWAY
+    )
+)
+_SHELL = re.compile(r"\s*(?:\S*/)?(?:ba|da|z)?sh\s(?:-\w+\s+)*-\w*c\s")
 
 
 class RecipeFiles(NamedTuple):
@@ -122,7 +130,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
         "dockerfile": "deploy/worker.Dockerfile",
         "args": {"VLLM_IMAGE": places.image or project.fields["image"]},
     }
-    service: dict[str, Any] = {"image": image, "build": build, **_words_of_service(recipe), "labels": {LABEL: image}}
+    service: dict[str, Any] = {"image": image, "build": build, **_command_of_service(recipe), "labels": {LABEL: image}}
     if not project.is_published:
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
     if "pull_policy" in project.fields:
@@ -144,30 +152,26 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     return _of_image({"compose.seamark.yaml": overlay, "start.sh": start}, image, again=f"{base} up -d {name}")
 
 
-def _words_of_service(recipe: Recipe) -> dict[str, Any]:
+def _command_of_service(recipe: Recipe) -> dict[str, Any]:
     """Entrypoint and command as the user has spelt them, for an image whose entrypoint gives what is needed.
 
     A command that is a shell's text keeps its shell, and is given the flags itself.
     """
-    fields = recipe.document.fields
-    is_list = not any(isinstance(fields.get(name), str) for name in ("entrypoint", "command"))
-
-    def spelt(words: Sequence[Word]) -> Any:
-        return [word.value for word in words] if is_list else " ".join(word.raw for word in words)
-
-    for name in ("entrypoint", "command"):
-        words = words_of_field(fields.get(name))
-        for number, word in enumerate(words):
-            if reading.serves(word.value):
-                text = with_flags(word.value, recipe)
-                return {name: spelt([*words[:number], Word(shlex.quote(text), text), *words[number + 1 :]])}
-    words = words_of_service(fields)
-    left = without_flags(_behind_serve(words, ()))
-    seen = {flag_name(word.value) for word in words}
-    if hidden := next((each for each in TAKEN_AWAY if recipe.has(each) and each not in seen), ""):
+    given = {name: recipe.document.fields.get(name) for name in ("entrypoint", "command")}
+    for name, each in given.items():
+        if isinstance(each, list) and any(reading.serves(str(text)) for text in each):
+            return {name: [with_flags(str(text), recipe) if reading.serves(str(text)) else text for text in each]}
+        if isinstance(each, str) and _SHELL.match(each):
+            return {name: with_flags(each, recipe)}
+    texts = [each if isinstance(each, str) else shlex.join(as_words(each)) for each in given.values() if each]
+    whole = f" {' '.join(texts)} "
+    found = reading.SERVE.search(whole)
+    text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
+    if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
         raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
-    command = {"command": spelt([*left, *(Word(each, each) for each in _host_of(recipe))])}
-    return {"entrypoint": WORKER, **command} if fields.get("entrypoint") else command
+    text = " ".join([text, *_host_of(recipe)])
+    command = text if any(isinstance(each, str) for each in given.values()) else shlex.split(text)
+    return {"entrypoint": WORKER, "command": command} if given["entrypoint"] else {"command": command}
 
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:

@@ -5,6 +5,7 @@ What may hide the image or the model is refused, with what to write instead.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -256,7 +257,7 @@ def _with_a_model(start: Start) -> Start:
 def how_to_say(unseen: str, source: str, own: Container[str] = ()) -> str:
     """The cure for an expansion that has to be seen. `own`: names that the script sets itself."""
     name = _NAMED.search(unseen)
-    if name and name[1] not in own and "[" not in unseen and source != "the command":
+    if name and name[1] not in own and "[" not in unseen and os.path.isfile(source):
         return f"set it for this command, too: {name[1]}=... seamark setup {source}"
     return 'write it out, or give the line that starts vLLM: seamark setup "vllm serve MODEL FLAGS"'
 

@@ -131,10 +131,13 @@ def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
             raise SettingsError(f"{source}: `command:` wants {found[0]}, which `defaults:` has not")
         return str(values[found[2]])
 
-    return _fill(_PLACEHOLDER, value, [template], source)[0]
+    return fill_pattern(_PLACEHOLDER, value, [template], source)[0]
 
 
-def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str) -> list[str]:
+def fill_pattern(
+    what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str
+) -> list[str]:
+    """Texts with each match filled. Raises `SettingsError` where that is too much."""
     left = MOST_FILLED
 
     def bounded(found: re.Match[str]) -> str:
