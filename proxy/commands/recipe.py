@@ -229,19 +229,15 @@ def serves(text: str) -> bool:
     return bool(SERVE.search(f" {text} "))
 
 
-def inner_arguments(
-    words: Sequence[str], source: str, known: Mapping[str, str] | None = None, *, by_image: bool = True
-) -> list[str]:
-    """Those of `vllm serve` in a container's words. `known`: its variables, if they are. `by_image`: an entrypoint that
-    is not among the words may start vLLM.
-    """
+def inner_arguments(words: Sequence[str], source: str, known: Mapping[str, str] | None = None) -> list[str]:
+    """Those of `vllm serve` in a container's words, of which an entrypoint may start it. `known`: its variables."""
     if script := next(filter(serves, words), ""):
         return [word.value for word in serve_line(script, source, known).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:
         raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
-    if not words or not by_image:
+    if not words:
         raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
     return list(words)
 
