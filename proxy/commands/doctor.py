@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 from proxy.chat.chat import CHAT, COMPLETIONS
 from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures, indented
-from proxy.commands.outlook import outlook
+from proxy.commands.outlook import outlook, version_of
 from proxy.commands.parser import Parser
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, image_version, surroundings
+from proxy.commands.versions import FORK_ALONE, SUPPORTED, is_fork, is_supported
+from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet.probe import (
@@ -118,13 +119,16 @@ def main(argv: list[str]) -> int:
 def _of_recipe(given: str) -> int:
     """Say what a recipe will do; 1 unless it will hit."""
     recipe = read_recipe(given, surroundings().inspect)
-    seen = outlook(recipe, image_version(recipe.image) if recipe.image else "")
+    seen = outlook(recipe, version_of(recipe))
     print(printable(seen.verdict))
+    if seen.ask:
+        print(f"ASK   {printable(seen.ask)}")
     if seen.change:
-        print(f"WRONG the one change: {printable(seen.change)}")
+        print(f"{'ELSE ' if seen.ask else 'WRONG'} the one change: {printable(seen.change)}")
     for note in seen.notes:
         print(f"ok    {printable(note)}")
-    print(f"(seamark setup {shlex.quote(given)} writes the files)")
+    if seen.starts:
+        print(f"(seamark setup {shlex.quote(given)} writes the files)")
     return 0 if seen.hits else 1
 
 

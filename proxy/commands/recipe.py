@@ -94,6 +94,12 @@ class Recipe:
         return number
 
     @property
+    def python(self) -> str:
+        """The interpreter that has the vLLM of a command, as far as it is named."""
+        found = re.search(r"([\w./-]*/)vllm\s+serve\s|([\w./-]*python[\w.]*)\s+-m\s+vllm\.", self.text)
+        return (found[2] or f"{found[1]}python") if found else "python3"
+
+    @property
     def has_rust_frontend(self) -> bool:
         """Whether vLLM's HTTP server is the one in Rust, which takes no middleware."""
         return self.environment.get("VLLM_USE_RUST_FRONTEND", "").strip() == "1"

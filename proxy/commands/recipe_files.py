@@ -20,7 +20,7 @@ import yaml
 
 from proxy.commands import recipe as reading
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
+from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, flag_name
 from proxy.commands.recipe_compose import as_list
 from proxy.commands.recipe_text import Word
@@ -75,7 +75,7 @@ def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY
         is_taken = not skip and (name := flag_name(word.value)) in taken_away
         if not skip and not is_taken:
             left.append(word)
-        skip = is_taken and name != NO_CACHING and "=" not in word.value  # that is a switch
+        skip = is_taken and name not in SWITCHES and "=" not in word.value
     return left
 
 
