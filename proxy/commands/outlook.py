@@ -85,7 +85,7 @@ class Outlook(NamedTuple):
 
 def outlook(recipe: Recipe, version: str = "") -> Outlook:
     """`version`: of the recipe's vLLM, as `version_of` tells it; without one an image's tag is believed."""
-    notes = [f"{flag} is taken away: {why}" for flag, why in DROPPED.items() if recipe.has(flag)]
+    notes = [*recipe.notes, *(f"{flag} is taken away: {why}" for flag, why in DROPPED.items() if recipe.has(flag))]
     if recipe.has(NO_CACHING):
         notes.append(f"{NO_CACHING} is taken away: without a prefix cache nothing can hit")
     went = sorted(REPLACED.keys() & recipe.environment.keys())

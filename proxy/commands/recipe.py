@@ -71,6 +71,7 @@ class Recipe:
     listens: tuple[str, int] | None = None  # address and port of this machine, if they are not vLLM's own
     document: Any = None  # what a file of YAML holds
     text: str = ""  # of a command or a script
+    notes: Sequence[str] = ()  # what is not as it seems
 
     @property
     def model(self) -> str:
