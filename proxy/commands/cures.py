@@ -98,7 +98,8 @@ _CURES = {
         "args: [$arguments, ...]   # vLLM's own flags in place of the dots",
         update=f"{_PUSH}# IMAGE: vLLM's own; Seamark $wanted or later. Then start the pods again",
         flag="in `args:` of vLLM's container, an entry for each word",
-        drafts='env: [{name: SEAMARK_DRAFTS, value: "1"}]   # in vLLM\'s container, beside what is there',
+        drafts='env: [{name: SEAMARK_DRAFTS, value: "1"}]   # in vLLM\'s container, with what is there',
+        release="image: $image   # in vLLM's container, in place of $before",
     ),
 }
 

@@ -79,15 +79,17 @@ class Outlook(NamedTuple):
     verdict: str  # one sentence
     change: str = ""  # the one that hits wait for; empty: none
     ask: str = ""  # a command that says what does not show from here
+    image: str = ""  # of vLLM's own, to put the plugin into in place of the recipe's, which it does not fit
     starts: bool = True  # whether vLLM does, as the recipe is
+    alone: bool = False  # whether vLLM hits without the plugin, which adds nothing
     notes: Sequence[str] = ()
 
 
 def outlook(recipe: Recipe, version: str = "") -> Outlook:
     """`version`: of the recipe's vLLM, as `version_of` tells it; without one an image's tag is believed."""
-    notes = [*recipe.notes, *(f"{flag} is taken away: {why}" for flag, why in DROPPED.items() if recipe.has(flag))]
+    notes = [*recipe.notes, *(f"{flag} is to go: {why}" for flag, why in DROPPED.items() if recipe.has(flag))]
     if recipe.has(NO_CACHING):
-        notes.append(f"{NO_CACHING} is taken away: without a prefix cache nothing can hit")
+        notes.append(f"{NO_CACHING} is to go: without a prefix cache nothing can hit")
     went = sorted(REPLACED.keys() & recipe.environment.keys())
     notes += [f"{name} has no effect on vLLM {SUPPORTED}: {REPLACED[name]} is in its place" for name in went]
     if recipe.has_rust_frontend:
@@ -95,13 +97,13 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
     found = family_of(recipe.model, _caches(recipe))
     if found.family and not found.family.states:
         verdict = f"will hit with vLLM alone: no layer of the model is recurrent, by {found.source}"
-        return Outlook(True, f"{verdict}; the plugin adds nothing", notes=notes)
+        return Outlook(True, f"{verdict}; the plugin adds nothing", alone=True, notes=notes)
     if obstacle := next(_obstacles(recipe, found.family, version), None):
         return obstacle._replace(notes=notes)
     if found.family is None:
-        ask = f"seamark worker {shlex.quote(recipe.model)} --explain gpu"
-        where = "its name is of no family known here, and its config.json does not lie here"
-        return Outlook(None, f"not to be told for the model {recipe.model}: {where}", ask=ask, notes=notes)
+        ask = f"seamark worker {shlex.quote(recipe.model)} --explain gpu   # where vLLM is, with Seamark's plugin"
+        why = "its name is of no family known here, and no config.json of it lies here"
+        return Outlook(None, f"not known for the model {recipe.model}: {why}", ask=ask, notes=notes)
     if known := _vllm(recipe, version):
         return Outlook(True, _hits(recipe, found.family, found.source, known), notes=notes)
     return Outlook(None, _hits(recipe, found.family, found.source), _release(recipe), _asking(recipe), notes=notes)
@@ -124,8 +126,8 @@ def _hits(recipe: Recipe, family: KnownFamily, source: str, known: str = "") -> 
 def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iterator[Outlook]:
     """What keeps a recipe from hits, and what to change, the first to be changed first."""
 
-    def obstacle(why: str, change: str, **more: bool) -> Outlook:
-        return Outlook(False, f"no hits yet: {why}", change, **more)
+    def obstacle(why: str, change: str, *, image: str = "", starts: bool = True) -> Outlook:
+        return Outlook(False, f"no hits yet: {why}", change, image=image, starts=starts)
 
     if signs := fork_signs(recipe):
         unknown = [sign for sign in signs if sign.startswith("--") and sign not in recipe.builds]
@@ -134,7 +136,7 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
         yield Outlook(False, f"{verdict}; {FORK_ALONE}", _release(recipe, without))
     if not is_supported(version or tag_version(recipe.image)):
         why = f"the plugin leaves {_vllm(recipe, version)} untouched; it knows {SUPPORTED}"
-        yield obstacle(why, _release(recipe))
+        yield obstacle(why, _release(recipe), image=release_image(recipe.image))
     for flag, instead in REPLACED.items():
         if recipe.has(flag):
             yield obstacle(f"vLLM {SUPPORTED} does not start with {flag}", f"give {instead} in its place", starts=False)
@@ -189,10 +191,11 @@ def _caches(recipe: Recipe) -> list[Path]:
 
 def _asking(recipe: Recipe) -> str:
     """A command that says which vLLM a recipe runs."""
+    program = "podman" if re.search(r"\bpodman\b", recipe.text) else "docker"
     if recipe.kind is RecipeKind.CONTAINER:
         python = f"docker exec {shlex.quote(recipe.name)} python3"
     elif image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
-        python = f"docker run --rm --entrypoint python3 {shlex.quote(image)}"
+        python = f"{program} run --rm --entrypoint python3 {shlex.quote(image)}"
     else:
         python = shlex.quote(recipe.python)
     return f"{python} -c 'import vllm; print(vllm.__version__)'"
@@ -210,9 +213,3 @@ def _method(drafts: Mapping[str, object]) -> str:
     """vLLM has a name for the MTP of each family, and one for all."""
     method = str(drafts.get("method", ""))
     return "mtp" if method.endswith("_mtp") else method
-
-
-def base_image(recipe: Recipe, version: str = "") -> str:
-    """The image to put the plugin into in place of the recipe's, if that is vLLM's own and not one that it fits."""
-    fits = is_supported(version or tag_version(recipe.image))
-    return "" if fits else release_image(recipe.image)

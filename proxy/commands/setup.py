@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from proxy.commands.outlook import Outlook, base_image, outlook, version_of
+from proxy.commands.outlook import Outlook, outlook, version_of
 from proxy.commands.parser import Parser
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind
 from proxy.commands.recipe_files import LIST, MOD, Places, RecipeFiles, files_of, script
@@ -51,18 +51,20 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         recipe = read_recipe(args.recipe, surroundings().inspect)
-        version = version_of(recipe)
+        seen = outlook(recipe, version_of(recipe))  # before anything is written: it may refuse the recipe
         out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
-        places = Places(out, _checkout(args.source), spark, base_image(recipe, version))
-        seen = outlook(recipe, version)  # before anything is written: it may refuse the recipe
-        after = outlook(replace(recipe, image=places.image)) if places.image else seen
-        made = files_of(recipe, places) if after.hits is not False else None
-        if after.starts:
-            _write(places.out, gateway_files(recipe, made, places), args.force)
+        places = Places(out, _checkout(args.source), spark, seen.image)
+        after = outlook(replace(recipe, image=seen.image)) if seen.image else seen
+        made = None if after.hits is False or after.alone else files_of(recipe, places)
+        files = gateway_files(recipe, made, places, shadow=not after.hits) if seen.starts else {}
+        if files:
+            _write(places.out, files, args.force)
     except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
         print(f"seamark setup: {printable(str(error))}", file=sys.stderr)
         return 2
-    print("\n".join(map(printable, summary(recipe, seen, after, made, places))))
+    if made:
+        seen = seen._replace(notes=[*seen.notes, *made.notes])
+    print("\n".join(map(printable, summary(recipe, seen, after, places, list(files)))))
     return 0 if after.hits else 1
 
 
@@ -79,41 +81,44 @@ def _is_checkout(folder: Path) -> bool:
     return (folder / "deploy/compose.yaml").is_file()
 
 
-def summary(recipe: Recipe, seen: Outlook, after: Outlook, made: RecipeFiles | None, places: Places) -> list[str]:
+def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files: Sequence[str]) -> list[str]:
     """What will hit, what is to be changed for that, and the commands to go on and to undo all of it.
 
-    `seen`: of the recipe as it is; `after`: with the files. None was `made` for vLLM where it needs a change first.
+    `seen`: of the recipe as it is; `after`: with the files that were written.
     """
-    host, notes = gateway_host(recipe), [*seen.notes, *(made.notes if made else ())]
+    host, notes = gateway_host(recipe), list(seen.notes)
     if host not in LOOPBACK:
         notes.append(f"the gateway listens where vLLM did ({host}), at port 8080; `seamark key NAME` makes keys for it")
     if recipe.has("--api-key") or "VLLM_API_KEY" in recipe.environment:
         notes.append("vLLM wants a key: write it into a file, and name that in seamark.toml (worker_api_key_file)")
+    base = f"http://{'127.0.0.1' if host in (*LOOPBACK, EVERYWHERE) else host}:8080"
+    python, written = f"  {this_python()} -m proxy.cli", f"Written to {places.out}: {', '.join(files)}"
     lines = [f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}", *said(seen)]
-    if places.image:
-        lines.append(f"{'These files take it' if made else 'And with it'}: {after.verdict}")
+    if seen.image:
+        lines.append(f"{'These files take it' if RUN in files else 'And with it'}: {after.verdict}")
         lines += [f"The next change: {after.change}"] if after.change else []
     lines += [f"Note: {note}" for note in notes]
-    if not after.starts:
+    if not files:
         return [*lines, "Nothing was written, since vLLM does not start without that change"]
-    python, reached = f"{this_python()} -m proxy.cli", "127.0.0.1" if host in (*LOOPBACK, EVERYWHERE) else host
-    base, files = f"http://{reached}:8080", f"Written to {places.out}: {', '.join(gateway_files(recipe, made, places))}"
-    if made:
+    if RUN in files:
         lines += [
             "More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu",
-            files,
+            written,
             "",
             "vLLM and the gateway (or each by its own script), and in a second terminal what hits, in figures:",
             f"  sh {shlex.quote(str(places.out / RUN))}",
-            f"  {python} bench mine --base-url {base}",
+            f"{python} bench mine --base-url {base}",
         ]
     else:
+        shadow = (
+            "" if after.alone else " in shadow mode until then, which changes nothing and counts what is lost"
+        )
         lines += [
-            f"{files}. Nothing for vLLM, since hits wait for that change",
+            f"{written}; nothing for vLLM, which stays as it is",
             "",
-            "Until then, a gateway in shadow mode before vLLM as it runs now changes nothing, and counts what is lost:",
+            f"A gateway before it{shadow}:",
             f"  sh {shlex.quote(str(places.out / GATEWAY))}",
-            f"  {python} doctor --worker {gateway_worker(recipe)} --gateway {base}",
+            f"{python} doctor --worker {gateway_worker(recipe)} --gateway {base}",
         ]
     return [
         *lines,
@@ -145,15 +150,15 @@ def _checkout(given: Path | None) -> Path:
     return source
 
 
-def gateway_files(recipe: Recipe, made: RecipeFiles | None, places: Places) -> dict[str, str]:
+def gateway_files(recipe: Recipe, made: RecipeFiles | None, places: Places, *, shadow: bool) -> dict[str, str]:
     """What was made of a recipe, what starts the gateway before it, and what undoes both.
 
-    Without anything made, the gateway alone in shadow mode, before vLLM as it is.
+    `shadow`: whether that gateway changes nothing where nothing was made.
     """
     runs_both = {GATEWAY_LOG: "", RUN: run_script(places, [*made.files][-1])} if made else {}
     return {
         **(made.files if made else {}),
-        SETTINGS: gateway_toml(gateway_worker(recipe), gateway_host(recipe), shadow=made is None),
+        SETTINGS: gateway_toml(gateway_worker(recipe), gateway_host(recipe), shadow=shadow and made is None),
         GATEWAY: script(
             "The gateway, in the environment that wrote this file. "
             f"A flag behind this script's name wins over {SETTINGS}.",
