@@ -154,12 +154,13 @@ def release_line(found: FoundWay, python: str) -> str:
     words = {
         "image": release_image(found.image) or IMAGE,
         "before": found.image or "the one it has now",
-        "python": shlex.quote(python),
+        "python": python,
         "name": found.name or _CURES[found.way].name,
         "tag": f" -t {shlex.quote(found.image)}" if found.image not in ("", "vllm-node") and not fork else "",
         "recipe": "; in the recipe `container: vllm-node`, and no --exp-b12x" if fork else "",
     }
-    return Template(_CURES[found.way].release).substitute(words)
+    own = found.way is Way.SPARK and release_image(found.image)
+    return Template("container: $image   # in place of $before" if own else _CURES[found.way].release).substitute(words)
 
 
 def indented(text: str) -> str:

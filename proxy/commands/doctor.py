@@ -19,7 +19,7 @@ from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures, indented
 from proxy.commands.outlook import outlook, version_of
 from proxy.commands.parser import Parser
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.versions import FORK_ALONE, SUPPORTED, is_fork, is_supported
+from proxy.commands.versions import FORK, SUPPORTED, is_fork, is_supported
 from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
@@ -124,7 +124,7 @@ def _of_recipe(given: str) -> int:
     if seen.ask:
         print(f"ASK   {printable(seen.ask)}")
     if seen.change:
-        print(f"{'ELSE ' if seen.ask else 'WRONG'} the one change: {printable(seen.change)}")
+        print(f"{'ELSE ' if seen.ask else 'WRONG the one change:'} {printable(seen.change)}")
     for note in seen.notes:
         print(f"ok    {printable(note)}")
     if seen.starts:
@@ -270,13 +270,15 @@ def _engine(metrics: WorkerMetrics, cures: Cures, vllm: str) -> Iterator[Diagnos
     if (info := metrics.engine) is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
         alone = f"; vLLM alone caches whole blocks of {metrics.block_size:,} tokens" if metrics.block_size else ""
-        cure, why = cures.install(), "the plugin is not in this vLLM, or left it untouched (its log says why)"
+        cure = cures.install()
+        against = f"cannot hit: the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
         if is_fork(f"{cures.found.image} {vllm}"):
-            cure, why = cures.release(), f"the plugin leaves the B12X fork of vLLM untouched; {FORK_ALONE}"
-            missing += ". A gateway in shadow mode (`seamark serve --shadow`) counts before the fork what that loses"
+            cure, against = cures.release(), f"no hits by Seamark: {FORK}"
+            missing += "; a gateway in shadow mode (`seamark serve --shadow`) counts what that loses"
         elif not is_supported(vllm):
-            cure, why = f"{cures.release()}\n{cure}", f"the plugin leaves vLLM {vllm} untouched; it knows {SUPPORTED}"
-        yield Diagnosis(False, missing, cure, last=True, verdict=f"cannot hit: {why}{alone}")
+            cure = f"{cures.release()}\n{cure}"
+            against = f"cannot hit: the plugin leaves vLLM {vllm} untouched, as it knows {SUPPORTED}{alone}"
+        yield Diagnosis(False, missing, cure, last=True, verdict=against)
         return
     yield Diagnosis(True, f"patches are live, seamark {info.version}")
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"

@@ -18,7 +18,7 @@ from proxy.commands.families import KnownFamily, family_of, hugging_face_caches
 from proxy.commands.recipe import Recipe, RecipeKind
 from proxy.commands.versions import (
     FORK,
-    FORK_ALONE,
+    FORK_SIGNS,
     RELEASE,
     SUPPORTED,
     is_fork,
@@ -132,8 +132,7 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
     if signs := fork_signs(recipe):
         unknown = [sign for sign in signs if sign.startswith("--") and sign not in recipe.builds]
         without = f" without {', '.join(unknown)}, which it does not know" if unknown else ""
-        verdict = f"no hits by Seamark: the plugin leaves the B12X fork of vLLM untouched ({', '.join(signs)})"
-        yield Outlook(False, f"{verdict}; {FORK_ALONE}", _release(recipe, without))
+        yield Outlook(False, f"no hits by Seamark ({', '.join(signs)}): {FORK}", _release(recipe, without))
     if not is_supported(version or tag_version(recipe.image)):
         why = f"the plugin leaves {_vllm(recipe, version)} untouched; it knows {SUPPORTED}"
         yield obstacle(why, _release(recipe), image=release_image(recipe.image))
@@ -172,7 +171,7 @@ def version_of(recipe: Recipe) -> str:
 
 def fork_signs(recipe: Recipe) -> list[str]:
     """What of a recipe is of the B12X fork of vLLM."""
-    flags = (sign.partition(" ") for sign in FORK if sign.startswith("--"))
+    flags = (sign.partition(" ") for sign in FORK_SIGNS if sign.startswith("--"))
     given = [flag + space + value for flag, space, value in flags if recipe.has(flag) and value in recipe.value(flag)]
     return [*filter(is_fork, (recipe.image, *recipe.builds)), *given]
 
@@ -197,7 +196,7 @@ def _asking(recipe: Recipe) -> str:
     elif image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
         python = f"{program} run --rm --entrypoint python3 {shlex.quote(image)}"
     else:
-        python = shlex.quote(recipe.python)
+        python = recipe.python
     return f"{python} -c 'import vllm; print(vllm.__version__)'"
 
 

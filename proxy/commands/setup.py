@@ -110,9 +110,7 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
             f"{python} bench mine --base-url {base}",
         ]
     else:
-        shadow = (
-            "" if after.alone else " in shadow mode until then, which changes nothing and counts what is lost"
-        )
+        shadow = "" if after.alone else " in shadow mode until then, which changes nothing and counts what is lost"
         lines += [
             f"{written}; nothing for vLLM, which stays as it is",
             "",

@@ -20,15 +20,15 @@ _OWN = re.compile(
 
 # What tells the B12X fork of vLLM: parts of an image's name or of a flag of its build, and flags of its `vllm serve`
 # that vLLM's own does not have, with a value where vLLM has the flag.
-FORK = (
+FORK_SIGNS = (
     *("b12x", "voipmonitor/vllm", "localinferencelab/vllm", "local-inference-lab/vllm"),
     *("--load-format b12x", "--kda-prefill-backend b12x", "--gdn-decode-kernel", "--recurrent-checkpoint-policy"),
     *("--recurrent-page-size", "--prefill-compute-share", "--max-parallel-prefills", "--fairness-engine"),
     *("--max-num-prefill-tokens-per-step", "--decode-prefill-min-decode-steps", "--decode-prefill-max-wait-ms"),
 )
 
-FORK_ALONE = (
-    "alone it keeps a state at the end of the system prompt, of the prompt and of the answer, for Qwen3.8-Flash-Next "
+FORK = (
+    "the plugin leaves the B12X fork of vLLM untouched; alone that keeps a state at the end of the system prompt, of the prompt and of the answer, for Qwen3.8-Flash-Next "
     "and GLM-5.3-Flash; none for a document in a user's message, for several places of a prompt, for equal prompts at "
     "once, for other families, nor with images, LoRA or a KV connector"
 )
@@ -54,4 +54,4 @@ def is_supported(version: str) -> bool:
 
 def is_fork(name: str) -> bool:
     """Whether an image's name, a version or a flag of a build is of the B12X fork."""
-    return any(sign in name.lower() for sign in FORK if not sign.startswith("--"))
+    return any(sign in name.lower() for sign in FORK_SIGNS if not sign.startswith("--"))

@@ -14,7 +14,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.commands.outlook import Outlook, base_image, outlook
+from proxy.commands.outlook import Outlook, outlook
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind
 from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.recipe_text import words_of
@@ -340,7 +340,7 @@ def promised() -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize(("model", "hits", "unit", "beside_drafts"), [*promised()])
 def test_what_a_page_promises_of_a_model_is_what_setup_says_of_it(model, hits, unit, beside_drafts):
     alone, beside = said(model), said(f"{model} {MTP % ''}")
-    assert bool(alone.hits) == hits.startswith("yes") and f"on multiples of {unit}" in alone.verdict
+    assert bool(alone.hits) == hits.startswith("yes") and f"match unit {unit}" in alone.verdict
     assert bool(beside.hits) != beside_drafts.startswith("no: ")
     assert (beside.change or "") in beside_drafts.replace("`", "")
 
@@ -354,7 +354,8 @@ TAKEN = "--mamba-cache-mode align --no-enable-prefix-caching"
 QWEN = "Qwen3.6-27B"
 
 LINES = [
-    *(QWEN, "org/Qwen3_6-27B-NVFP4", "MiniMax-Text-01", "./models/mine", "Llama-4", "qwen3-32b"),
+    *(QWEN, "org/Qwen3_6-27B-NVFP4", "MiniMax-Text-01", "./models/mine", "Llama-4", "qwen3-32b", "Qwen3-Coder-Next"),
+    *("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "granite-4.0-micro", "Starling-34B", "nemotron-340b", "a/../../b"),
     *(f"{QWEN} --prefix-match-unit 128", f"{QWEN} {MTP % ''}", f"""{QWEN} -sc '{{"method": "glm_mtp"}}'"""),
     *(f"Olmo-Hybrid-7B {MTP % ''}", """Olmo-Hybrid-7B --speculative-config '{"method": "ngram"}'"""),
     f"""{QWEN} --speculative-config '{{"model": "some/head"}}'""",
@@ -367,18 +368,17 @@ LINES = [
     f"{QWEN} {CONNECTOR % 'NixlConnector'} {MTP % ''}",
     *(f"Llama-4 -pp 2 {MTP % ''}", f"Llama-4 {CONNECTOR % 'LMCacheMPConnector'}"),
     *(f"{QWEN} --load-format b12x", f"{QWEN} --load-format auto", f"{QWEN} --gdn-decode-kernel x"),
-    "Llama-4 --max-parallel-prefills 2",
+    *("Llama-4 --max-parallel-prefills 2", f"{QWEN} --task generate"),
     *(f"{QWEN} {TAKEN}", f"Llama-4 {TAKEN}", f"{QWEN} {TAKEN} --load-format b12x"),
 ]
 
 # An image, its flags for a build, and the version that is found in it.
 IMAGES: list[tuple[str, ...]] = [
     *((f"vllm/vllm-openai:v{tag}", "") for tag in ("0.33.0", "0.31.0", "0.30.2", "0.34.0", "1.32.0", "1234567.1")),
-    *(
-        ("vllm/vllm-openai:latest", ""),
-        ("vllm/vllm-openai:latest", "0.28.0"),
-        ("registry:5000/vllm/vllm-openai:v0.3", ""),
-    ),
+    *(("vllm/vllm-openai:latest", version) for version in ("", "0.28.0")),
+    *(("registry:5000/vllm/vllm-openai:v0.3", ""), ("vllm/vllm-openai:latest-cu130", "0.3")),
+    ("vllm/vllm-openai-rocm:v0.29.0rc1-x@sha256:0", ""),
+    *((f"{owner}/vllm:1", "") for owner in ("voipmonitor", "localinferencelab", "ghcr.io/local-inference-lab")),
     *(("vllm/vllm-openai:v0.28.0", "0.32.1"), ("vllm/vllm-openai:v0.33.0", "0.30.1"), ("mine/vllm:v0.28.0", "")),
     *(("mine:v0.28.0", "0.28.0"), ("vllm-node", "no version"), ("vllm-node", "0.33.1rc1"), ("b12x/vLLM:1", "")),
     *(("B12X/vllm", "0.30.0"), ("x", "", "--ref", "B12x")),
@@ -386,10 +386,11 @@ IMAGES: list[tuple[str, ...]] = [
 
 
 def told_of(seen: Outlook) -> str:
-    return "\n".join([f"hits: {seen.hits}", seen.verdict, f"change: {seen.change}", *seen.notes])
+    told = {"hits": seen.hits, "change": seen.change, "asks": seen.ask, "taken instead": seen.image}
+    return "\n".join([seen.verdict, *(f"{name}: {each}" for name, each in told.items() if each != ""), *seen.notes])
 
 
-def said(line: str, version: str = "", variables: str = "") -> Outlook:
+def said(line: str, version: str = "0.33.0", variables: str = "") -> Outlook:
     return outlook(read(f"{variables}vllm serve {line}"), version)
 
 
@@ -402,8 +403,14 @@ def test_what_keeps_from_hits_is_said_with_the_one_change(line, expect_golden):
 def test_an_image_is_believed_and_its_tag_if_it_could_not_be_asked(given, expect_golden):
     image, version, *builds = given
     seen = Recipe(RecipeKind.SPARK, "a.yaml", "a", [QWEN], image=image, builds=builds)
-    text = f"{told_of(outlook(seen, version))}\ntaken instead: {base_image(seen, version)}"
-    expect_golden("outlook", " ".join(("image", *given)), text)
+    expect_golden("outlook", " ".join(("image", *given)), told_of(outlook(seen, version)))
+
+
+@pytest.mark.parametrize("kind", RecipeKind)
+def test_each_way_has_a_command_that_asks_and_one_that_takes_a_vllm_that_fits(kind, expect_golden):
+    image = "" if kind in (RecipeKind.COMMAND, RecipeKind.CONFIG, RecipeKind.LAUNCHER) else "mine:1"
+    seen = Recipe(kind, "a", "llm", [QWEN], image=image, document={}, text="/v/bin/vllm serve m")
+    expect_golden("outlook", f"of {kind}", told_of(outlook(seen)))
 
 
 def test_of_several_obstacles_the_first_to_be_changed_is_said():
