@@ -190,11 +190,10 @@ def _caches(recipe: Recipe) -> list[Path]:
 
 def _asking(recipe: Recipe) -> str:
     """A command that says which vLLM a recipe runs."""
-    program = "podman" if re.search(r"\bpodman\b", recipe.text) else "docker"
     if recipe.kind is RecipeKind.CONTAINER:
         python = f"docker exec {shlex.quote(recipe.name)} python3"
     elif image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
-        python = f"{program} run --rm --entrypoint python3 {shlex.quote(image)}"
+        python = f"{recipe.program} run --rm --entrypoint python3 {shlex.quote(image)}"
     else:
         python = recipe.python
     return f"{python} -c 'import vllm; print(vllm.__version__)'"

@@ -10,41 +10,24 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
-from proxy.commands.recipe_text import (
-    ServeLine,
-    Word,
-    fill_variables,
-    word_at,
-    words_of,
-)
+from proxy.commands.recipe_line import LAUNCHER, DockerRun, ServeLine, behind_serve, how_to_say, serve_line, start_of
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 from proxy.http.json_body import loads
 
+GATEWAY_PORT = 8080  # unless the recipe takes it
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told otherwise; nothing listens here
 
 # In a line of a shell; the second is how vLLM was started before it had a command.
 SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
 
 DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
-LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
-
-# Of `docker run`, those without a value; letters can stand together. All others take the next word.
-_SWITCHES = (
-    "--rm --init --detach --interactive --tty --privileged --read-only --publish-all --quiet --oom-kill-disable "
-    "--no-healthcheck --sig-proxy --disable-content-trust --use-api-socket"
-)
-_LETTERS = "ditPq"
-
-_SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
-_ASSIGNED = re.compile(r"(?:^|\s|;)([A-Z_][A-Z0-9_]*)=")
 
 
 class RecipeKind(StrEnum):
@@ -71,7 +54,10 @@ class Recipe:
     listens: tuple[str, int] | None = None  # address and port of this machine, if they are not vLLM's own
     document: Any = None  # what a file of YAML holds
     text: str = ""  # of a command or a script
-    notes: Sequence[str] = ()  # what is not as it seems
+    python: str = "python3"  # how it is called in vLLM's environment
+    program: str = "docker"  # and Docker, or what stands for it
+    hidden_port: str = ""  # options in which a port is that is not seen here
+    notes: Sequence[str] = ()  # what was read besides, and what is not seen here
 
     @property
     def model(self) -> str:
@@ -89,16 +75,20 @@ class Recipe:
         """The port where clients find it."""
         if self.listens:
             return self.listens[1]
+        if self.hidden_port:
+            cure = how_to_say(self.hidden_port, self.source) if "$" in self.hidden_port else "write it as -p 8000:8000"
+            raise SettingsError(f"{self.source}: the port it publishes is not seen here ({self.hidden_port}); {cure}")
         port = self.value("--port") or str(DEFAULT_PORT)
         if (number := port_in(port)) is None:
-            raise SettingsError(f"{self.source}: --port {port[:64]} is no port")
+            why = f"is not seen here; {how_to_say(port, self.source)}" if "$" in port else "is no port"
+            raise SettingsError(f"{self.source}: --port {port[:64]} {why}")
         return number
 
     @property
-    def python(self) -> str:
-        """The interpreter that has the vLLM of a command, as far as it is named."""
-        found = re.search(r"([\w./-]*/)vllm\s+serve\s|([\w./-]*python[\w.]*)\s+-m\s+vllm\.", self.text)
-        return (found[2] or f"{found[1]}python") if found else "python3"
+    def gateway_port(self) -> int:
+        """Where the gateway listens: the first port from 8080 on that the recipe does not name."""
+        says = f"{self.port} {self.text or json.dumps(self.document, default=str, skipkeys=True)}"
+        return next(port for port in count(GATEWAY_PORT) if not re.search(rf"(?<!\d){port}(?!\d)", says))
 
     @property
     def has_rust_frontend(self) -> bool:
@@ -129,7 +119,9 @@ class Recipe:
         try:
             told = loads(given.encode()) if given else {}
         except ValueError:
-            raise SettingsError(f"{self.source}: {names[0]} is no JSON: {given[:64]}") from None
+            if "$" not in given:
+                raise SettingsError(f"{self.source}: {names[0]} is no JSON: {given[:64]}") from None
+            told = {}  # not seen here
         told = told if isinstance(told, dict) else {}
         starts = tuple(f"{name}." for name in names)
         return told | {name.partition(".")[2]: self.flags[name] for name in self.flags if name.startswith(starts)}
@@ -148,24 +140,32 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
+def with_address(recipe: Recipe, ports: Iterable[Any], *, shares_network: bool) -> Recipe:
     """With the place where clients find it: at one of a container's `ports`, or else on this machine alone."""
     if shares_network:
         return recipe
     own = recipe.port
-    published = (_published(port, own, known) for port in ports)
-    return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
+    return replace(recipe, listens=next(filter(None, (published(port, own) for port in ports)), ("127.0.0.1", own)))
 
 
-def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
-    """Address and port of this machine that lead to vLLM's `own`, in either of compose's spellings."""
-    if isinstance(port, dict):
-        address, published, inside = port.get("host_ip", EVERYWHERE), port.get("published"), port.get("target")
+def published(port: Any, own: int) -> tuple[str, int] | None:
+    """Address and port of this machine that lead to a container's `own`, in each of Compose's spellings."""
+    if isinstance(port, Mapping):
+        names = ("host_ip", "published", "target", "protocol")
+        address, outer, inner, protocol = (str(port.get(name) or "") for name in names)
     else:
-        *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
-        address, published = before[0].strip("[]") if len(before) > 1 else EVERYWHERE, before[-1] if before else None
-    number = port_in(published)
-    return (str(address), number) if str(inside) == str(own) and number is not None else None
+        spelt, _, protocol = str(port).partition("/")
+        address, outer, inner = ["", "", *spelt.rsplit(":", 2)][-3:]
+    inside, outside = _ports(inner), _ports(outer)
+    if protocol not in ("", "tcp") or own not in inside or len(inside) != len(outside):
+        return None  # of several, Docker takes one that is free
+    return address.strip("[]") or EVERYWHERE, outside[inside.index(own)]
+
+
+def _ports(text: str) -> range:
+    """Those of `8000` or `8000-8005`."""
+    first, last = (port_in(each) for each in (text.partition("-")[0], text.rpartition("-")[2]))
+    return range(first, last + 1) if first and last else range(0)
 
 
 def port_in(text: object) -> int | None:
@@ -175,65 +175,56 @@ def port_in(text: object) -> int | None:
 
 
 def of_text(text: str, source: str, name: str) -> Recipe:
-    if DOCKER_RUN.search(_without_comments(text)):
-        run = docker_run(text, source)
-        known = {**os.environ, **variables_of(text[: run.start])}
-        image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
-        environment = environment_of(options_of(values, ("-e", "--env")))
-        arguments = inner_arguments(fill_variables([word.value for word in run.arguments], known, source), source)
-        recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
-        shares_network = "host" in options_of(values, ("--network", "--net"))
-        return with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
-    line = serve_line(text, source)
-    before = text[: line.start]
-    kind = RecipeKind.LAUNCHER if LAUNCHER in before.rpartition("\n\n")[2] else RecipeKind.COMMAND
-    variables = variables_of(before)
-    arguments = fill_variables([word.value for word in line.words], {**os.environ, **variables}, source)
-    return Recipe(kind, source, name, arguments, variables, text=text)
+    """A script, or a line of one."""
+    found = start_of(text, os.environ, source)
+    start = found.start
+    notes = [*_not_seen(found, text)]
+    if isinstance(found, ServeLine):
+        is_launched = any(word.value.endswith(LAUNCHER) for word in start.words[: start.behind])
+        kind = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND
+        arguments = [word.value for word in found.words]
+        return Recipe(kind, source, name, arguments, start.variables, text=text, python=start.python, notes=notes)
+    outside = {**os.environ, **start.variables}
+    pairs = [each.partition("=") for each in found.given("-e", "--env")]
+    environment = {name: value if is_set else outside.get(name, "") for name, is_set, value in pairs}
+    arguments, image = [word.value for word in found.serve.words], "" if found.image.unseen else found.image.value
+    recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
+    recipe = replace(recipe, program=found.program, notes=notes)
+    if "host" in found.given("--network", "--net"):
+        return recipe
+    hiding, own = _may_publish(found), port_in(recipe.value("--port") or DEFAULT_PORT)
+    if own and not hiding:
+        return replace(recipe, listens=("127.0.0.1", own))
+    found_at = (published(port, own) for port in found.given("-p", "--publish") if own)
+    listens = next(filter(None, found_at), None)
+    return replace(recipe, listens=listens, hidden_port="" if listens else hiding)
 
 
-def _without_comments(text: str) -> str:
-    """A text of the same length without its comments, which may tell how vLLM is started, too."""
-    return re.sub(r"(?m)^[ \t]*#.*$", lambda comment: " " * len(comment[0]), text)
+def _may_publish(run: DockerRun) -> str:
+    """The options that say at which port it is found, if any do."""
+    given = [f"-p {port}" for port in run.given("-p", "--publish")]
+    given += [f"--network {name}" for name in run.given("--network", "--net")]
+    given += [word.value for word in run.options if word.several or word.value in ("-P", "--publish-all")]
+    return ", ".join(given)
+
+
+def _not_seen(found: ServeLine | DockerRun, text: str) -> Iterator[str]:
+    """What of the words is not seen here, and what depends on more than is read."""
+    words = [*found.words] if isinstance(found, ServeLine) else [*found.options, *found.serve.words]
+    if unseen := dict.fromkeys(word.value for word in words if word.several):
+        yield f"not seen here, and kept as it is: {', '.join(unseen)}"
+    if isinstance(found, DockerRun) and found.image.unseen:
+        yield f"the image is {found.image.value}, which is not seen here; the plugin is put into what that is then"
+    if sourced := found.start.script.sourced:
+        yield f"{', '.join(sourced)} is read by it, and what that sets is not seen here"
+    line = text[slice(*found.start.outer.place)]
+    for name in found.start.script.ambiguous:
+        if re.search(rf"\$\{{?{name}\b", line):
+            yield f"{name} depends on a condition in the script; what is said here is for the value that was read"
 
 
 def serves(text: str) -> bool:
     return bool(SERVE.search(f" {text} "))
-
-
-def serve_line(text: str, source: str) -> ServeLine:
-    """The arguments behind the one `vllm serve` of a text. Raises `SettingsError` without one."""
-    found = list(SERVE.finditer(f"{_without_comments(text)}\n"))
-    if len(found) != 1:
-        raise SettingsError(f"{source}: {'no' if not found else 'more than one'} `vllm serve` in it; setup takes one")
-    return words_of(text, found[0].end(), source)
-
-
-class DockerRun(NamedTuple):
-    program: str  # docker or podman
-    options: Sequence[Word]
-    image: Word
-    arguments: Sequence[Word]  # behind the image
-    start: int  # of the options
-    end: int
-
-
-def docker_run(text: str, source: str) -> DockerRun:
-    """The one `docker run` of a text. Raises `SettingsError` without one, or if it names no image."""
-    found = list(DOCKER_RUN.finditer(_without_comments(text)))
-    if len(found) != 1:
-        raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
-    line = words_of(text, found[0].end(), source)
-    words, at = line.words, 0
-    while at < len(words) and (option := words[at].value).startswith("-"):
-        if option.startswith("--"):
-            has_next = option not in _SWITCHES.split() and "=" not in option
-        else:
-            has_next = len(option[1:].lstrip(_LETTERS)) == 1
-        at += 1 + has_next  # the next word is its value
-    if at >= len(words):
-        raise SettingsError(f"{source}: `docker run` names no image")
-    return DockerRun(found[0][0].split()[0], words[:at], words[at], words[at + 1 :], line.start, line.end)
 
 
 def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
@@ -249,37 +240,7 @@ def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True)
     return list(words)
 
 
-def behind_serve(words: Sequence[str], before: str = "") -> int:
-    """Where vLLM's arguments begin in a command, which follows the word `before`; 0 if it does not start vLLM."""
-    for number, word in enumerate(words):
-        last = words[number - 1] if number else before
-        if (word == "serve" and Path(last).name == "vllm") or word.startswith("vllm.entrypoints."):
-            return number + 1
-    return 0
-
-
 def environment_of(given: Any) -> dict[str, str]:
     if isinstance(given, Mapping):
         return {str(name): "" if value is None else str(value) for name, value in given.items()}
     return dict(str(each).partition("=")[::2] for each in given or ())
-
-
-def variables_of(text: str) -> dict[str, str]:
-    """What a script sets before it starts vLLM."""
-    found: dict[str, str] = {}
-    at = 0
-    with suppress(ValueError):  # a quote that is not closed: all behind it is in it
-        while assigned := _ASSIGNED.search(text, at):
-            found[assigned[1]], at = word_at(text, assigned.end())
-    return found
-
-
-def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """What `docker run` is given for an option."""
-    for number, value in enumerate(values):
-        if short := _SHORT.fullmatch(value):
-            name, equals, behind = f"-{short[1]}", short[2], short[2].removeprefix("=")
-        else:
-            name, equals, behind = value.partition("=")
-        if name in names:
-            yield behind if equals else "".join(values[number + 1 : number + 2])

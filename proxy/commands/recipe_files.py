@@ -19,11 +19,21 @@ from typing import Any, NamedTuple
 import yaml
 
 from proxy.commands import recipe as reading
-from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING, SWITCHES
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, flag_name
-from proxy.commands.recipe_compose import as_list
-from proxy.commands.recipe_text import Word
+from proxy.commands.outlook import CACHING
+from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
+from proxy.commands.recipe_compose import ComposeService, words_of_field, words_of_service
+from proxy.commands.recipe_line import behind_serve
+from proxy.commands.recipe_text import Tagged, Word, as_lines
+from proxy.commands.script_edits import (
+    HERE,
+    OWN_NAME,
+    TAKEN_AWAY,
+    elsewhere,
+    shell_of,
+    with_flags,
+    with_image,
+    without_flags,
+)
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
@@ -32,9 +42,6 @@ MOD = "mods/seamark"  # as make-mod.sh calls it
 IMAGE = "seamark-worker"  # ends in the service's or container's name, and what tells its folder from others
 LABEL = "seamark.setup"  # of containers that were started from it
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
-
-# Not to be given to what serves in their place, which has them by itself or has no use for them.
-_TAKEN_AWAY = (*DROPPED, NO_CACHING)
 
 
 class RecipeFiles(NamedTuple):
@@ -67,38 +74,6 @@ def spark_checkout(*folders: Path) -> Path:
     raise SettingsError(f"--spark: {folders[-1]} is no checkout of spark-vllm-docker: it has no mods/ and recipes/")
 
 
-def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list[Word]:
-    """Without the flags that are taken away, and their values."""
-    left: list[Word] = []
-    skip = False
-    for word in words:
-        is_taken = not skip and (name := flag_name(word.value)) in taken_away
-        if not skip and not is_taken:
-            left.append(word)
-        skip = is_taken and name not in SWITCHES and "=" not in word.value
-    return left
-
-
-def _edited(text: str, recipe: Recipe) -> str:
-    """A text with its one `vllm serve`, which gets what is needed; all before and behind it stays as it is spelt."""
-    line = reading.serve_line(text, recipe.source)
-    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
-    added = [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
-    words = _in_lines([word.raw for word in without_flags(line.words)], added)
-    return f"{text[: line.start]} {words}{text[line.end :]}"
-
-
-def _in_lines(words: Sequence[str], added: Sequence[str] = ()) -> str:
-    """A flag and its value to a line."""
-    lines: list[str] = []
-    for word in words:
-        if not lines or word.startswith("-") or lines[-1].count(" ") or not lines[-1].startswith("-"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return " \\\n    ".join([*lines, *added])
-
-
 def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     own = Path(recipe.source).resolve()
     target = spark_checkout(*own.parents, places.spark)
@@ -108,7 +83,8 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     document["container"] = places.image or document["container"]
     document["mods"] = [*(mod for mod in document.get("mods") or () if mod != MOD), str(places.out / MOD)]
     # The template, whose braces are not filled here.
-    document["command"] = "\n".join(map(str.rstrip, _edited(document["command"], recipe).splitlines())) + "\n"
+    command = with_flags(as_lines(document["command"]), recipe, environment_of(document.get("env")))
+    document["command"] = "\n".join(map(str.rstrip, command.splitlines())) + "\n"
     text = f"# {_safe_line(str(own))} with Seamark's plugin.\n" + _yaml(document)
     solo = " --solo" if document.get("solo_only") else ""
     start = script(
@@ -128,63 +104,81 @@ def make_mod(source: Path, folder: Path) -> str:
 
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
-    before, launcher, behind = _edited(recipe.text, recipe).partition(LAUNCHER)
+    text = with_flags(recipe.text, recipe, os.environ, mod=shlex.quote(str(places.out / MOD)))
     start = script(
         "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it.",
         f"{make_mod(places.source, places.out)} || exit",
         f"cd {shlex.quote(str(target))} || exit",
-        text=f"{before}{launcher} --apply-mod {shlex.quote(str(places.out / MOD))}{behind}",
+        *_own_name(recipe, text),
+        text=elsewhere(text),
     )
     return RecipeFiles({"start.sh": start})
 
 
 def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
-    own = Path(recipe.source).resolve()
-    document = recipe.document["services"][recipe.name]
+    project: ComposeService = recipe.document
     image = image_of(recipe, places)
-    entrypoint, command = _in_container(recipe, as_list(document.get("entrypoint")), as_list(document.get("command")))
     build = {
         "context": str(places.source).replace("$", "$$"),
         "dockerfile": "deploy/worker.Dockerfile",
-        "args": {"VLLM_IMAGE": places.image or document["image"]},
+        "args": {"VLLM_IMAGE": places.image or project.fields["image"]},
     }
-    service: dict[str, Any] = {"image": image, "build": build, "command": command, "labels": {LABEL: image}}
-    if entrypoint or document.get("entrypoint"):
-        service["entrypoint"] = entrypoint or WORKER
-    if document.get("network_mode") != "host" and not document.get("ports"):
+    service: dict[str, Any] = {"image": image, "build": build, **_words_of_service(recipe), "labels": {LABEL: image}}
+    if not project.is_published:
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
-    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n"
+    if "pull_policy" in project.fields:
+        service["pull_policy"] = "build"
+    base, name = shlex.join(project.command), shlex.quote(recipe.name)
+    first = []
+    if "build" in project.fields:  # of their own image, into which the plugin goes
+        service["build"] = Tagged("!override", build)
+        first = [f"{base} build {name}"]
+    overlay = f"# {_safe_line(recipe.source)} with Seamark's plugin: an overlay.\n"
     overlay += _yaml({"services": {recipe.name: service}})
-    base = f"docker compose -f {shlex.quote(str(own))}"
-    name = shlex.quote(recipe.name)
     start = script(
         "Builds the image of your compose file with Seamark's plugin in it, and starts the service from that.",
         "# Your file stays as it is; undo.sh starts the service from it alone again, if that is what runs now.",
         _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
+        *first,
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
     )
     return _of_image({"compose.seamark.yaml": overlay, "start.sh": start}, image, again=f"{base} up -d {name}")
 
 
+def _words_of_service(recipe: Recipe) -> dict[str, Any]:
+    """Entrypoint and command as the user has spelt them, for an image whose entrypoint gives what is needed.
+
+    A command that is a shell's text keeps its shell, and is given the flags itself.
+    """
+    fields = recipe.document.fields
+    is_list = not any(isinstance(fields.get(name), str) for name in ("entrypoint", "command"))
+
+    def spelt(words: Sequence[Word]) -> Any:
+        return [word.value for word in words] if is_list else " ".join(word.raw for word in words)
+
+    for name in ("entrypoint", "command"):
+        words = words_of_field(fields.get(name))
+        for number, word in enumerate(words):
+            if reading.serves(word.value):
+                text = with_flags(word.value, recipe)
+                return {name: spelt([*words[:number], Word(shlex.quote(text), text), *words[number + 1 :]])}
+    words = words_of_service(fields)
+    left = without_flags(_behind_serve(words, ()))
+    seen = {flag_name(word.value) for word in words}
+    if hidden := next((each for each in TAKEN_AWAY if recipe.has(each) and each not in seen), ""):
+        raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
+    command = {"command": spelt([*left, *(Word(each, each) for each in _host_of(recipe))])}
+    return {"entrypoint": WORKER, **command} if fields.get("entrypoint") else command
+
+
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
-    run = reading.docker_run(recipe.text, recipe.source)
     image = image_of(recipe, places)
-    entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))][-1:]
-    entrypoint, command = _in_container(recipe, entrypoints, [word.value for word in run.arguments])
-    options = [f"--label={LABEL}={image}", *(word.raw for word in without_flags(run.options, ("--entrypoint",)))]
-    if entrypoint:  # of a shell, whose text is edited as one word
-        options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
-        words = [*map(shlex.quote, command)]
-    else:
-        words = [*(word.raw for word in without_flags(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
-    line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
-    start = script(
-        "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
-        f"{_build(places, run.image.raw, image, run.program)} || exit",
-        text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
-    )
-    notes = ["end the container that runs now first: both want its name and its port"]
-    return _of_image({"start.sh": start}, image, run.program, notes=notes)
+    build = _build(places, "{}", image, recipe.program)
+    text = with_image(recipe, os.environ, image, LABEL, build, places.image)
+    purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
+    start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
+    notes = ["end the container that runs now first: both want its name and its port", *_folder(recipe)]
+    return _of_image({"start.sh": start}, image, recipe.program, notes=notes)
 
 
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -199,7 +193,7 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
     words = [*map(shlex.quote, options), image, *map(shlex.quote, command)]
     start = script(
         "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
-        _build(places, shlex.quote(recipe.image), image),
+        _build(places, places.image or shlex.quote(recipe.image), image),
         _if_it_runs(places, f'[ "$(docker inspect --format "{{{{.State.Running}}}}" {theirs})" = true ]'),
         f"{_containers(image)} | xargs -r docker rm -f",
         f"docker stop {theirs}",
@@ -240,12 +234,23 @@ def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> li
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
+    text = with_flags(recipe.text, recipe, os.environ)
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
-    return _in_environment(places, {}, purpose, text=_edited(recipe.text, recipe))
+    made = _in_environment(places, {}, purpose, *_own_name(recipe, text), text=elsewhere(text), python=recipe.python)
+    return made._replace(notes=[*made.notes, *_folder(recipe)])
+
+
+def _own_name(recipe: Recipe, text: str) -> list[str]:
+    return [f"{OWN_NAME}={shlex.quote(os.path.abspath(recipe.source))}"] if elsewhere(text) != text else []
+
+
+def _folder(recipe: Recipe) -> list[str]:
+    looks_around = recipe.source != "the command" and HERE.search(recipe.text)
+    return ["run it from the folder that you run yours from: it names files by that"] if looks_around else []
 
 
 def _config(recipe: Recipe, places: Places) -> RecipeFiles:
-    taken = (*_TAKEN_AWAY, CACHING)
+    taken = (*TAKEN_AWAY, CACHING)
     left = {name: value for name, value in recipe.document.items() if flag_name(f"--{name}") not in taken}
     # `seamark worker` gives what is needed, and listens to this machine alone unless it is told otherwise.
     listens = {} if recipe.has("--host") else {"host": EVERYWHERE}
@@ -255,10 +260,25 @@ def _config(recipe: Recipe, places: Places) -> RecipeFiles:
     return _in_environment(places, {"model.yaml": text}, purpose, start)
 
 
-def _in_environment(places: Places, files: Mapping[str, str], purpose: str, *lines: str, text: str = "") -> RecipeFiles:
+def pip_install(python: str, folder: Path) -> str:
+    """What is typed to put the plugin into vLLM's environment."""
+    what = shlex.quote(str(folder))
+    if python.startswith("uvx"):
+        return f"uvx makes it anew each time, so put --with {what} behind uvx, or behind uv run, in worker.sh"
+    return f"{'uv pip' if python.startswith('uv ') else f'{python} -m pip'} install --no-deps {what}"
+
+
+def _in_environment(
+    places: Places, files: Mapping[str, str], purpose: str, *lines: str, text: str = "", python: str = "python3"
+) -> RecipeFiles:
     """Of a vLLM that the user's own environment has, where the plugin is installed by hand."""
-    install = f"pip install --no-deps {shlex.quote(str(places.source))}"
-    undo = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
+    install = pip_install(python, places.source)
+    uninstall = (
+        "pip uninstall vllm-seamark"
+        if "pip" not in install
+        else install.partition(" install")[0] + " uninstall vllm-seamark"
+    )
+    undo = f'echo "in vLLM\'s environment, if nothing else there needs it: {uninstall}"'
     files = {**files, "worker.sh": script(purpose, f"#   {install}", *lines, text=text)}
     return RecipeFiles(files, [undo], [f"once, in vLLM's environment: {install}"])
 
@@ -271,7 +291,7 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
     words, split = [*entrypoint, *command], len(entrypoint) or 1
     for number, word in enumerate(words):
         if number and reading.serves(word):
-            words[number] = _edited(word, recipe)
+            words[number] = with_flags(word, recipe)
             return words[:split], words[split:]
     left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
     return [], [*(word.value for word in left), *_host_of(recipe)]
@@ -279,7 +299,7 @@ def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> 
 
 def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
     """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
-    return command[reading.behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
+    return command[behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
 
 
 def _host_of(recipe: Recipe) -> list[str]:
@@ -314,13 +334,13 @@ def _if_it_runs(places: Places, runs: str) -> str:
 
 
 def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
-    root, base = shlex.quote(str(places.source)), places.image or base
+    root = shlex.quote(str(places.source))
     return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
 
 
 def script(purpose: str, *lines: str, text: str = "") -> str:
     """A `text` of the user's at its end runs in the shell that it names, and is not made stricter than it was."""
-    shebang, _, body = text.partition("\n") if text.startswith("#!") else ("#!/bin/sh", "", text)
+    shebang, _, body = text.partition("\n") if text.startswith("#!") else (shell_of(text), "", text)
     comments = [line.replace("\n", " ") for line in lines[:1] if line.startswith("#")]
     end = [body.strip()] if text else []
     strict = [] if text else ["set -eu"]
@@ -342,8 +362,14 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without ty
     def represent_str(self, text: str) -> yaml.Node:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
+    def represent_tagged(self, value: Tagged) -> yaml.Node:
+        node = self.represent_data(value.value)
+        node.tag = value.tag
+        return node
+
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(Tagged, _Dumper.represent_tagged)
 
 
 def _yaml(document: Mapping[str, Any]) -> str:

@@ -19,11 +19,10 @@ from proxy.commands.recipe import (
     inner_arguments,
     of_text,
     port_in,
-    serve_line,
-    variables_of,
 )
-from proxy.commands.recipe_compose import of_compose
-from proxy.commands.recipe_text import field_of, fill_template, read_text, read_yaml
+from proxy.commands.recipe_compose import of_compose, of_compose_line
+from proxy.commands.recipe_line import serve_line
+from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 
@@ -33,6 +32,8 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     if SERVE.search(f" {given} ") or DOCKER_RUN.search(given):
         return of_text(given, "the command", "")
     path = Path(os.path.expanduser(given))
+    if not os.path.exists(path) and re.match(r"(?:sudo\s+)?docker(?:-|\s+)compose(?:\s|$)", given):
+        return of_compose_line(given)
     if os.path.isdir(path):  # which takes any name, as long ones
         raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
     if not os.path.isfile(path):
@@ -40,9 +41,17 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     text = read_text(path)
     if path.suffix not in (".yaml", ".yml"):
         return of_text(text, str(path), path.stem)
-    document = read_yaml(text, given)
-    if "services" in document:
-        return of_compose(document, path, "")
+    documents = read_yaml(text, given)
+    if any("services" in each or "include" in each for each in documents):
+        return of_compose([path])
+    if manifests := [str(each.get("kind")) for each in documents if "apiVersion" in each]:
+        cure = (
+            'the chart in deploy/helm runs vLLM there with Seamark; or give its `args:` as a line, "vllm serve MODEL"'
+        )
+        raise SettingsError(f"{given} is a manifest of Kubernetes ({', '.join(manifests)}): {cure}")
+    if len(documents) > 1:
+        raise SettingsError(f"{given} has {len(documents)} documents of YAML, none with `services:`; give one of them")
+    (document,) = documents
     if "command" in document:
         return _of_spark(document, path)
     if field_of(document, "model", str, given):
@@ -56,10 +65,11 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     if missing:
         raise SettingsError(f"{path}: a recipe of spark-vllm-docker has a text for {', '.join(missing)}")
     source = str(path)
-    command = fill_template(document["command"], field_of(document, "defaults", dict, source), source)
+    command = fill_template(as_lines(document["command"]), field_of(document, "defaults", dict, source), source)
     field_of(document, "mods", list, source)
-    arguments = [word.value for word in serve_line(command, source).words]
-    environment = {**variables_of(command), **environment_of(field_of(document, "env", dict, source))}
+    known = environment_of(field_of(document, "env", dict, source))
+    line = serve_line(command, source, known)
+    arguments, environment = [word.value for word in line.words], {**known, **line.start.variables}
     builds = tuple(map(str, field_of(document, "build_args", list, source)))
     image = document["container"]
     return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
@@ -74,10 +84,11 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         labels = config.get("Labels") or {}
         service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
         if service and files:
-            path = Path(files.split(",")[0])
-            if not os.path.isfile(path):
-                raise SettingsError(f"the container {given} is of {path}, which is not here; give the compose file")
-            return of_compose(read_yaml(read_text(path), str(path)), path, service)
+            paths = [Path(each) for each in files.split(",")]
+            if missing := [str(path) for path in paths if not os.path.isfile(path)]:
+                there = ", ".join(missing)
+                raise SettingsError(f"the container {given} is of {there}, which is not here; give the compose file")
+            return of_compose(paths, [service])
         words = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
         environment = environment_of(config.get("Env"))
         name, image = str(told["Name"]).lstrip("/"), str(config["Image"])

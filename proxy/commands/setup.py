@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from proxy.commands.outlook import Outlook, outlook, version_of
 from proxy.commands.parser import Parser
-from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind
+from proxy.commands.recipe import EVERYWHERE, GATEWAY_PORT, Recipe, RecipeKind
 from proxy.commands.recipe_files import LIST, MOD, Places, RecipeFiles, files_of, script
 from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.ways import surroundings
@@ -88,10 +88,13 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
     """
     host, notes = gateway_host(recipe), list(seen.notes)
     if host not in LOOPBACK:
-        notes.append(f"the gateway listens where vLLM did ({host}), at port 8080; `seamark key NAME` makes keys for it")
+        where = f"where vLLM did ({host}), at port {recipe.gateway_port}"
+        notes.append(f"the gateway listens {where}; `seamark key NAME` makes keys for it")
+    elif recipe.gateway_port != GATEWAY_PORT:
+        notes.append(f"the gateway listens at port {recipe.gateway_port}, since {GATEWAY_PORT} stands in the recipe")
     if recipe.has("--api-key") or "VLLM_API_KEY" in recipe.environment:
         notes.append("vLLM wants a key: write it into a file, and name that in seamark.toml (worker_api_key_file)")
-    base = f"http://{'127.0.0.1' if host in (*LOOPBACK, EVERYWHERE) else host}:8080"
+    base = f"http://{'127.0.0.1' if host in (*LOOPBACK, EVERYWHERE) else host}:{recipe.gateway_port}"
     python, written = f"  {this_python()} -m proxy.cli", f"Written to {places.out}: {', '.join(files)}"
     lines = [f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}", *said(seen)]
     if seen.image:
@@ -156,7 +159,9 @@ def gateway_files(recipe: Recipe, made: RecipeFiles | None, places: Places, *, s
     runs_both = {GATEWAY_LOG: "", RUN: run_script(places, [*made.files][-1])} if made else {}
     return {
         **(made.files if made else {}),
-        SETTINGS: gateway_toml(gateway_worker(recipe), gateway_host(recipe), shadow=shadow and made is None),
+        SETTINGS: gateway_toml(
+            gateway_worker(recipe), gateway_host(recipe), recipe.gateway_port, shadow=shadow and made is None
+        ),
         GATEWAY: script(
             "The gateway, in the environment that wrote this file. "
             f"A flag behind this script's name wins over {SETTINGS}.",
@@ -190,15 +195,15 @@ def gateway_worker(recipe: Recipe) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
 
 
-def gateway_toml(worker: str, host: str, *, shadow: bool = False) -> str:
-    """The gateway's settings file. `worker`: URL of the vLLM; `host`: where the gateway listens."""
+def gateway_toml(worker: str, host: str, port: int = GATEWAY_PORT, *, shadow: bool = False) -> str:
+    """The gateway's settings file. `worker`: URL of the vLLM; `host` and `port`: where the gateway listens."""
     return f"""\
 # Settings of the gateway. Every flag of `seamark serve --help` can stand here, with _ in place of -.
 # vLLM servers, one or several.
 worker = {json.dumps([worker])}
 # Where clients find the gateway. 0.0.0.0 opens it to the network; then give it keys (`seamark key NAME`, api_keys).
 host = {json.dumps(host)}
-port = 8080
+port = {port}
 # What would be saved, and nothing changed: true.
 shadow = {json.dumps(shadow)}
 # A file with the API key that vLLM wants, if it wants one.

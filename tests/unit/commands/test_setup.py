@@ -119,12 +119,6 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "the launcher": ("run.sh", "#!/usr/bin/env bash\na\n./launch-cluster.sh -t x exec vllm serve m --a 1\nb\n"),
     "spark": ("My Recipe.yaml", MINE),
     "spark, alone": ("solo.yaml", {**MINE, "solo_only": True}),
-    "compose": ("compose.yaml", compose()),
-    "compose, ports and host": ("compose.yaml", compose(ports=["9000:8001"], command="m --host 10.0.0.7")),
-    "compose, all words": ("compose.yaml", compose(command=["vllm", "serve", "m"])),
-    "compose, an entrypoint": ("compose.yaml", compose(entrypoint="vllm", command="serve m")),
-    "compose, a shell": ("compose.yaml", compose(entrypoint=["bash", "-c"], command=["ulimit; vllm serve m"])),
-    "compose, a shell's words": ("compose.yaml", compose(command=["bash", "-c", "ulimit; vllm serve m"])),
     "docker": (
         "My Run_2.x.sh",
         f"#!/bin/bash\necho a\ndocker run --rm --entrypoint vllm -p 80:8000 -e 'A=b c' i:1 serve m {DROPPED}\nb\n",
