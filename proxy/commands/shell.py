@@ -20,22 +20,19 @@ _ENDS = " \t\r\n;&|<>()"  # of a word
 _NAME = r"[A-Za-z_]\w*"
 _ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=")
 _REDIRECTION = re.compile(r"(?:\d+|&)?(<<<|<<-?|<>|>>|>\||[<>]&?)")
-_OPERATOR = re.compile(r"\n|;;?&?|&&?|\|[|&]?|[()]")
+_OPERATOR = re.compile(r"\n|;;?&?|&&?(?!>)|\|[|&]?|[()]")
 _OPENING, _CLOSING = ("if", "while", "until", "for", "select", "case"), ("fi", "done", "esac")
 _KEYWORD = re.compile(rf"({'|'.join((*_OPENING, *_CLOSING))}|then|elif|else|do|time|function|[!{{}}])(?=[\s;&|)]|$)")
-_DECLARING = ("export", "local", "declare", "typeset", "readonly")
-_READING = ("read", "mapfile", "readarray")
-_EXPANSION = re.compile(rf"\$(?:{_NAME}|[\d@*#?$!-]|[{{(])|`")
-_PARAMETER = re.compile(
-    rf"\$(?:({_NAME}|\d|[@*])|\{{({_NAME}|\d+|[@*])(\[[@*]\])?(?:(:?)([-=?+])(.*))?\}})", re.S | re.ASCII
-)
+_DECLARING, _READING = ("export", "local", "declare", "typeset", "readonly"), ("read", "mapfile", "readarray")
+_PARAMETER = re.compile(rf"\$(?:({_NAME}|[\d@*#?$!-])|\{{([#!]?)({_NAME}|\d+|[@*])(\[[^\]]*\])?(?:(:?)([-=?+]))?)")
+_OPAQUE = re.compile(r"`(?:[^`\\]|\\.)*`|\$\(\((?:[^()]|\([^()]*\))*\)\)", re.S)  # substitutions, arithmetic
 
 
 class Word(NamedTuple):
     value: str  # without quotes, and with what its expansions hold
     spans: Sequence[Span]  # of each character: where that is written
     place: Span  # of the word itself, with its quotes
-    edit: Span | None  # what holds it and nothing else, which may be where a variable is set
+    edit: Span | None = None  # what holds it and nothing else, which may be where a variable is set
     unseen: Sequence[str] = ()  # expansions in it of which nothing is known
     several: bool = False  # because of those it may be several words, or none
 
@@ -48,20 +45,10 @@ class Command(NamedTuple):
     is_cut: bool  # by a comment, between lines that are to be one
 
 
-class _Piece(NamedTuple):
-    """A character of a word, or an expansion in it."""
-
-    text: str
-    start: int
-    end: int
-    is_quoted: bool
-    expands: bool = False
-
-
-class _Variable(NamedTuple):
-    words: Sequence[Word] | None  # None: not seen
+class _Expansion(NamedTuple):
+    words: Sequence[Word] | None  # that it holds; None: not seen
     is_array: bool
-    is_conditional: bool = False
+    is_quoted: bool
 
 
 class Script:
@@ -76,322 +63,276 @@ class Script:
         level: int = 0,
     ) -> None:
         self._text, self._known, self._source, self._spans, self._level = text, known, source, spans, level
-        self._variables: dict[str, _Variable] = {}
-        self._left, self._depth = MOST_FILLED, 0
+        self._at = self._start = self._depth = 0
+        self._left = MOST_FILLED
+        self._documents: list[str] = []  # by what ends them, from the next line on
         self._inside: list[Command] = []  # of substitutions
-        self.ambiguous: dict[str, None] = {}  # variables that may hold something else, by a condition
+        self._conditional: set[str] = set()  # variables that are set by a condition alone
+        self.names: dict[str, Sequence[Word] | None] = {}  # variables and arrays that are set so far; None: not seen
+        self.ambiguous: dict[str, None] = {}  # those that may hold something else, by a condition
         self.sourced: list[str] = []  # files of which nothing is seen
 
     @property
     def variables(self) -> dict[str, str]:
         """What is set so far."""
-        scalars = {
-            name: each.words[0].value for name, each in self._variables.items() if each.words and not each.is_array
-        }
-        return {name: value for name, value in scalars.items() if name != "@"}
-
-    @property
-    def names(self) -> set[str]:
-        """What it sets, seen or not."""
-        return {*self._variables}
+        return {name: words[0].value for name, words in self.names.items() if words and name != "@"}
 
     def within(self, word: Word, known: Mapping[str, str]) -> Script:
         """The script that a word holds, for another shell."""
-        expanded = None if self._known is None else {**known}
+        expanded = None if self._known is None else known
         return Script(word.value, expanded, self._source, word.spans, self._level + 1)
 
-    def commands(self, at: int = 0, stop: int | None = None) -> Iterator[Command]:
-        """In their order. What is set when one comes is what is set before it. Raises `SettingsError`."""
+    def commands(self, close: str = "") -> Iterator[Command]:
+        """In their order, with those of substitutions before. Raises `SettingsError` for what is not closed."""
+        self._level += 1
         if self._level > MOST_LEVELS:
-            raise SettingsError(f"{self._source}: its quotes are too many inside each other")
-        text, stop, before = self._text, len(self._text) if stop is None else stop, "\n"
-        documents: list[str] = []
-        while (at := self._blank(at)) < stop:
-            if text[at] == "#":
-                at = self._line_end(at)
-            elif (operator := _OPERATOR.match(text, at)) and not text.startswith("&>", at):
-                before, at = operator[0], operator.end()
-                while before == "\n" and documents and at < stop:
-                    end = self._line_end(at)
-                    if text[at:end].strip() == documents[0]:
-                        del documents[0]
-                    at = min(end + 1, stop)
-            elif keyword := _KEYWORD.match(text, at):
-                before, at = keyword[1], keyword.end()
+            raise SettingsError(f"{self._source}: its brackets and quotes are too many inside each other")
+        text, before = self._text, "\n"
+        while self._next() not in ("", close):
+            if text[self._at] == "#":
+                self._at = self._line_end()
+            elif operator := _OPERATOR.match(text, self._at):
+                before, self._at = operator[0], operator.end()
+                if before == "(":
+                    yield from self.commands(")")
+                    self._close(")")
+                while before == "\n" and self._documents and self._at < len(text):
+                    end = self._line_end()
+                    del self._documents[: text[self._at : end].strip() == self._documents[0]]
+                    self._at = min(end + 1, len(text))
+            elif keyword := _KEYWORD.match(text, self._at):
+                before, self._at = keyword[1], keyword.end()
                 self._depth += (before in _OPENING) - (before in _CLOSING)
             else:
-                command, at = self._command(at, stop, before, documents)
+                command = self._command(before)
                 inside, self._inside = self._inside, []
                 yield from inside
                 if command.words and before not in ("for", "select", "case"):
                     yield command
                 before = ""
+        self._level -= 1
 
-    def _command(self, at: int, stop: int, before: str, documents: list[str]) -> tuple[Command, int]:
-        text, start, end = self._text, at, at
+    def _command(self, before: str) -> Command:
+        text, start = self._text, self._at
+        end, is_cut = start, False
         words: list[Word] = []
-        assigned: list[tuple[str, bool, Sequence[Word], bool]] = []
-        is_cut = False
-        while (at := self._blank(at)) < stop and (text[at] not in "\n;|()&" or text.startswith("&>", at)):
-            if text[at] == "#" and at > end:
-                is_cut = "\\\n" in text[end:at]
+        assigned: list[tuple[str, str, bool, list[Word]]] = []
+        while (char := self._next()) not in ("", *"\n;|()&") or text.startswith("&>", self._at):
+            if char == "#" and self._at > end:
+                is_cut = "\\\n" in text[end : self._at]
                 break
-            if redirection := _REDIRECTION.match(text, at):
-                at = begin = self._blank(redirection.end())
-                if text.startswith("(", at):
-                    at = self._behind(at + 1, ")", begin)
-                pieces, at = self._pieces(at, _ENDS, stop)
-                if redirection[1] in ("<<", "<<-"):
-                    documents.append("".join(piece.text for piece in pieces))
-            elif (not words or words[0].value in _DECLARING) and (name := _ASSIGNMENT.match(text, at)):
-                value, is_array, at = self._assigned(name.end(), stop)
-                assigned.append((name[1], bool(name[2]), value, is_array))
+            if redirection := _REDIRECTION.match(text, self._at):
+                self._at = redirection.end()
+                if self._next() == "(":
+                    self._at += 1
+                    self._inside = [*self.commands(")")]
+                    self._close(")")
+                target = self._one(_ENDS)
+                self._documents += [target.value] if redirection[1] in ("<<", "<<-") else []
+            elif (not words or words[0].value in _DECLARING) and (name := _ASSIGNMENT.match(text, self._at)):
+                self._at = name.end()
+                is_array = text.startswith("(", self._at)
+                assigned.append((name[1], name[2], is_array, self._array() if is_array else [self._one(_ENDS)]))
             else:
-                begin = at
-                pieces, at = self._pieces(at, _ENDS, stop)
-                words += self._words(pieces, begin, at)
-            end = at
-        self._conditional = self._depth > 0 or before in ("&&", "||")
-        own = {name: value[0].value for name, _, value, _ in assigned if value}
+                words += self._words()
+            end = self._at
         if not words or words[0].value in _DECLARING:
-            for name, is_added, value, is_array in assigned:
-                self._set(name, value, is_array, is_added)
+            for each in assigned:
+                self._set(*each, is_conditional=self._depth > 0 or before in ("&&", "||"))
         elif before in ("for", "select"):
-            each = words[2:] if len(words) > 1 and words[1].value == "in" else []
-            self._variables[words[0].value] = _Variable(each if len(each) == 1 else None, False)
+            self.names[words[0].value] = None
         elif words[0].value in _READING:
-            self._variables.update(
-                {word.value: _Variable(None, False) for word in words[1:] if word.value.isidentifier()}
-            )
+            self.names |= dict.fromkeys((word.value for word in words[1:]), None)
         elif [word.value for word in words[:2]] == ["set", "--"]:
-            self._variables["@"] = _Variable(words[2:], True)
-        return Command(words, own, before, self._span(start, end), is_cut), at
+            self.names["@"] = words[2:]
+        own = {name: value[0].value for name, _, _, value in assigned if value}
+        return Command(words, own, before, self._span(start, end), is_cut)
 
-    def _assigned(self, at: int, stop: int) -> tuple[Sequence[Word], bool, int]:
-        """The value that begins there, whether it is an array, and where it ends."""
-        start = at
-        if not self._text.startswith("(", at):
-            pieces, at = self._pieces(at, _ENDS, stop)
-            return [self._one(pieces, self._span(start, at))], False, at
+    def _array(self) -> list[Word]:
         words: list[Word] = []
-        at += 1
-        while (at := self._blank(at)) < stop and self._text[at] != ")":
-            if self._text[at] == "#":
-                at = self._line_end(at)
-            elif self._text[at] in _ENDS:
-                at += 1
+        self._start, self._at = self._at, self._at + 1
+        while (char := self._next()) not in ("", ")"):
+            if char == "#":
+                self._at = self._line_end()
+            elif char in _ENDS:
+                self._at += 1
             else:
-                begin = at
-                pieces, at = self._pieces(at, _ENDS, stop)
-                words += self._words(pieces, begin, at)
-        if at >= stop:
-            raise self._open(start)
-        return words, True, at + 1
+                words += self._words()
+        self._close(")")
+        return words
 
-    def _set(self, name: str, value: Sequence[Word], is_array: bool, is_added: bool) -> None:
-        before, conditional = self._variables.get(name), self._conditional
-        if is_added:
-            old = self._value_of(name)
-            if conditional:
-                self.ambiguous[name] = None
-            if old is None and (before is not None or name in (self._known or {})):
-                return
-            if is_array:
-                value = [*(old or ()), *value]
-            else:
-                texts = [*(old or ()), *value]
-                value = [_joined(texts, "", texts[-1].place)]
-        elif conditional and (before is not None or name in (self._known or {})):
-            same = before is not None and before.words is not None
-            if same and [word.value for word in before.words or ()] == [word.value for word in value]:
-                return
+    def _set(self, name: str, plus: str, is_array: bool, value: list[Word], *, is_conditional: bool) -> None:
+        is_known = name in self.names or name in (self._known or {})
+        old = self._held(name)
+        if (
+            is_conditional
+            and is_known
+            and (plus or [word.value for word in old or ()] != [word.value for word in value])
+        ):
             self.ambiguous[name] = None
-            if before is not None and before.is_conditional:
-                self._variables[name] = _Variable(None, is_array)
-            return
-        self._variables[name] = _Variable(
-            value, is_array or (is_added and before is not None and before.is_array), conditional
-        )
+        if plus and (old or not is_known):
+            self.names[name] = (
+                [*(old or ()), *value] if is_array else [_joined([*(old or ()), *value], value[-1].place)]
+            )
+        elif not plus and not (is_conditional and is_known):
+            self.names[name] = value
+            self._conditional |= {name} if is_conditional else set()
+        elif name in self._conditional and name in self.ambiguous:
+            self.names[name] = None
 
-    def _words(self, pieces: Sequence[_Piece], start: int, end: int) -> list[Word]:
-        """What a word as it is spelt becomes: one, or several, or none."""
-        place = self._span(start, end)
-        parts = [piece for piece in pieces if piece.text]
-        if len(parts) != 1 or not parts[0].expands:
-            return [self._one(pieces, place)] if pieces else []
-        (piece,) = parts
-        is_array = re.match(r"\$[@*]|\$\{[@*]|\$\{\w+\[[@*]\]", piece.text)
-        if (found := self._value(piece)) is None:
-            text, several = _spelt(piece), bool(is_array) or not piece.is_quoted
-            return [Word(text, [place] * len(text), place, self._edit(start, end), (text,), several)]
-        if is_array:
-            return [*found]
-        whole = _joined(found, " ", place)
-        if piece.is_quoted:
-            return [whole._replace(edit=self._edit(start, end))]
-        words = [self._part(whole, *each.span()) for each in re.finditer(r"\S+", whole.value)]
-        return words if len(words) != 1 else [words[0]._replace(place=place)]
+    def _words(self) -> list[Word]:
+        """What the word that begins here becomes: one, or several, or none."""
+        self._start = start = self._at
+        parts, expansions, is_quoted = self._read(_ENDS)
+        place, edit = self._span(start, self._at), self._edit(start, self._at)
+        if len(parts) == 1 and expansions:
+            (whole,), (expansion,) = parts, expansions
+            if expansion.words is None:
+                several = expansion.is_array or not expansion.is_quoted
+                return [whole._replace(place=place, edit=edit, several=several)]
+            if expansion.is_array:
+                return [*expansion.words]
+            if not expansion.is_quoted:
+                words = [_part(whole, *each.span()) for each in re.finditer(r"\S+", whole.value)]
+                return words if len(words) != 1 else [words[0]._replace(place=place)]
+        word = _joined(parts, place)._replace(edit=edit)
+        return [word] if word.value or is_quoted else []
 
-    def _part(self, whole: Word, start: int, end: int) -> Word:
-        """A word of those that a variable holds."""
-        value, spans = whole.value[start:end], whole.spans[start:end]
-        is_cut = start > 0 and whole.spans[start - 1] == spans[0]
-        is_cut = is_cut or (end < len(whole.value) and whole.spans[end] == spans[-1])
-        edit = None if is_cut else (spans[0][0], spans[-1][1])
-        unseen = [each for each in whole.unseen if each in value]
-        return Word(value, spans, edit or whole.place, edit, unseen, bool(unseen))
+    def _one(self, ends: str, is_quoted: bool = False) -> Word:
+        """The word that begins here, which stays one whatever it holds."""
+        self._start = start = self._at
+        parts, _, _ = self._read(ends, is_quoted)
+        place = self._span(start, self._at)
+        return parts[0] if len(parts) == 1 else _joined(parts, place)._replace(edit=self._edit(start, self._at))
 
-    def _one(self, pieces: Sequence[_Piece], place: Span) -> Word:
-        """A word that stays one, whatever it holds."""
-        parts = [piece for piece in pieces if piece.text]
-        words: list[Word] = []
-        for piece in parts:
-            span = self._span(piece.start, piece.end)
-            if not piece.expands:
-                words.append(Word(piece.text, [span], span, None))
-            elif (found := self._value(piece)) is None:
-                text = _spelt(piece)
-                words.append(Word(text, [span] * len(text), span, None, (text,)))
-            else:
-                whole = _joined(found, " ", span)
-                words.append(whole if len(parts) == 1 else whole._replace(spans=[span] * len(whole.value)))
-        edit = self._edit(pieces[0].start, pieces[-1].end) and place if pieces else None
-        return _joined(words, "", place)._replace(edit=edit)
-
-    def _value(self, piece: _Piece) -> Sequence[Word] | None:
-        """What an expansion holds; None: that is not seen."""
-        text, span = piece.text, self._span(piece.start, piece.end)
-        if text.startswith(("$(", "`")):
-            if re.match(r"`\s*#", text):
-                return []  # a comment between lines that are one
-            if not text.startswith("$(("):
-                self._level += 1
-                self._inside = [*self.commands(piece.start + (2 if text[0] == "$" else 1), piece.end - 1)]
-                self._level -= 1
-            return None
-        if (found := _PARAMETER.fullmatch(text)) is None or self._known is None:
-            return None
-        name, operator = found[1] or found[2], found[5]
-        words = self._value_of(name, span)
-        if words is None and (name in self._variables or not operator or operator == "?"):
-            return None
-        is_set = words is not None and (not found[4] or any(word.value for word in words))
-        if operator and is_set == (operator == "+"):
-            pieces, _ = self._pieces(piece.start + found.start(6), "", piece.end - 1)
-            words = [self._one(pieces, span)]
-            if operator == "=":
-                self._variables[name] = _Variable(words, False)
-        self._left -= sum(len(word.value) for word in words or ())
-        if self._left < 0:
-            raise SettingsError(f"{self._source}: what it is filled with has more than {MOST_FILLED:,} characters")
-        return words or []
-
-    def _value_of(self, name: str, span: Span = (0, 0)) -> Sequence[Word] | None:
-        if name in self._variables:
-            words = self._variables[name].words
-            return None if words and [word.value for word in words] == [*words[0].unseen] else words
-        value = (self._known or {}).get(name)
-        return None if value is None else [Word(value, [span] * len(value), span, None)]
-
-    def _pieces(self, at: int, ends: str, stop: int) -> tuple[list[_Piece], int]:
-        """Those of the word that begins there, and where it ends."""
-        text, start, is_quoted = self._text, at, False
-        pieces: list[_Piece] = []
-        while at < stop and (is_quoted or text[at] not in ends):
-            char, end, expands = text[at], at + 1, False
+    def _read(self, ends: str, within_quotes: bool = False) -> tuple[list[Word], list[_Expansion], bool]:
+        """The parts of a word, those of them that are expansions, and whether it has quotes."""
+        text, parts, expansions = self._text, [], []
+        is_open = has_quotes = False
+        while self._at < len(text) and (is_open or text[self._at] not in ends):
+            at, is_quoted = self._at, is_open or within_quotes
+            char, end = text[at], at + 1
             if char == '"':
-                is_quoted, char = not is_quoted, ""
+                is_open, has_quotes, char = not is_open, True, ""
             elif char == "\\":
-                char = text[at + 1 : at + 2]
-                end = at + 1 + len(char)
+                char, end = text[end : end + 1], at + 2
                 if char == "\n":
                     char = ""
-                    if not is_quoted:
-                        at = end
-                        continue
                 elif is_quoted and char not in ('"', "\\", "$", "`"):
                     char, end = "\\", at + 1
             elif char == "'" and not is_quoted:
-                if (close := text.find("'", at + 1, stop)) < 0:
-                    raise self._open(start)
-                pieces += [_Piece("", at, at, True)]
-                pieces += [_Piece(text[place], place, place + 1, True) for place in range(at + 1, close)]
-                char, at, end = "", close, close + 1
-            elif expansion := _EXPANSION.match(text, at):
-                end, expands = expansion.end(), True
-                if expansion[0][-1] in "{(`":
-                    end = self._behind(end, {"{": "}", "(": ")"}.get(expansion[0][-1], "`"), start, is_quoted)
-                char = text[at:end]
+                if (end := text.find("'", end)) < 0:
+                    raise self._not_closed()
+                parts += [self._character(place, place + 1, text[place]) for place in range(at + 1, end)]
+                has_quotes, char, end = True, "", end + 1
             elif char == "$" and text[end : end + 1] in ("'", '"') and not is_quoted:
-                at = end
+                char = ""
+            elif char == "`" or text.startswith("$(", at) or _PARAMETER.match(text, at):
+                found = self._expand(is_quoted)
+                expansions.append(found)
+                spelt = re.sub(r"\s.*(?=.$)", "...", text[at : self._at], flags=re.S)
+                span = self._span(at, self._at)
+                unseen = Word(spelt, [span] * len(spelt), span, None, (spelt,))
+                parts.append(unseen if found.words is None else _joined(found.words, span, " "))
                 continue
-            pieces.append(_Piece(char, at, end, is_quoted, expands))
-            at = end
-        if is_quoted:
-            raise self._open(start)
-        return pieces, at
+            parts += [self._character(at, end, char)] if char else []
+            self._at = end
+        if is_open:
+            raise self._not_closed()
+        if len(parts) > 1:  # what an expansion holds is written elsewhere
+            parts = [each._replace(spans=[each.place] * len(each.value)) for each in parts]
+        return parts, expansions, has_quotes
 
-    def _behind(self, at: int, close: str, start: int, is_quoted: bool = False, level: int = 0) -> int:
-        """Where what a bracket or a quote has opened is closed again."""
-        text = self._text
-        if level > MOST_LEVELS:
-            raise SettingsError(f"{self._source}: its brackets are too many inside each other")
-        while at < len(text):
-            char = text[at]
-            if char == close:
-                return at + 1
-            if char == "\\":
-                at += 2
-            elif char == "'" and not is_quoted and close != '"':
-                at = text.find("'", at + 1) + 1 or len(text)
-            elif char == "#" and close == ")" and text[at - 1] in _ENDS:
-                at = self._line_end(at)
-            elif text.startswith(("$(", "${"), at):
-                at = self._behind(
-                    at + 2, ")" if text[at + 1] == "(" else "}", start, text[at + 1] == "{" and is_quoted, level + 1
-                )
-            elif char in '"`' or (char == "(" and close == ")"):
-                at = self._behind(at + 1, ")" if char == "(" else char, start, char == '"', level + 1)
-            else:
-                at += 1
-        raise self._open(start)
+    def _expand(self, is_quoted: bool) -> _Expansion:
+        """What the expansion that begins here holds."""
+        text, start = self._text, self._at
+        if opaque := _OPAQUE.match(text, start):
+            self._at = opaque.end()
+            is_comment = re.match(r"`\s*#", opaque[0])  # between lines that are one
+            return _Expansion([] if is_comment else None, False, is_quoted)
+        if (found := _PARAMETER.match(text, start)) is None:
+            self._at += 1
+            self._close("(")
+            self._inside = [*self.commands(")")]
+            self._close(")")
+            return _Expansion(None, False, is_quoted)
+        self._at = found.end()
+        name, operator, other = found[1] or found[3], found[6], None
+        is_array = name in ("@", "*") or found[4] in ("[@]", "[*]")
+        if found[3]:
+            begin, other = self._start, self._one("}", is_quoted)
+            self._close("}")
+            self._start = begin
+            if found[2] or (other.value and not operator) or (found[4] and not is_array):
+                return _Expansion(None, is_array, is_quoted)
+        words = self._held(name, self._span(start, self._at)) if self._known is not None else None
+        is_seen = self._known is not None and (words is not None or name not in self.names)
+        if operator in ("-", "=", "+") and is_seen:
+            is_set = bool(words) and (not found[5] or any(word.value for word in words or ()))
+            words = [other] if other and is_set == (operator == "+") else [] if operator == "+" else words
+            if operator == "=":
+                self.names[name] = words
+        self._left -= sum(len(word.value) for word in words or ())
+        if self._left < 0:
+            raise SettingsError(f"{self._source}: what it is filled with has more than {MOST_FILLED:,} characters")
+        return _Expansion(words, is_array, is_quoted)
 
-    def _open(self, at: int) -> SettingsError:
-        return SettingsError(f"{self._source}: a quote behind `{self._text[at : at + 30]}` is not closed")
+    def _held(self, name: str, span: Span = (0, 0)) -> Sequence[Word] | None:
+        """What a variable holds; None: that is not seen, or it is not set."""
+        if name in self.names:
+            words = self.names[name]
+            return None if words and [word.value for word in words] == [*words[0].unseen] else words
+        value = (self._known or {}).get(name)
+        return None if value is None else [Word(value, [span] * len(value), span)]
 
-    def _blank(self, at: int) -> int:
-        return _BLANK.match(self._text, at).end()  # type: ignore[union-attr]  # it fits nothing, too
+    def _character(self, start: int, end: int, char: str) -> Word:
+        span = self._span(start, end)
+        return Word(char, [span], span)
 
-    def _line_end(self, at: int) -> int:
-        return end if (end := self._text.find("\n", at)) >= 0 else len(self._text)
+    def _next(self) -> str:
+        """The character behind blanks; empty at the end."""
+        self._at = _BLANK.match(self._text, self._at).end()  # type: ignore[union-attr]  # it fits nothing, too
+        return self._text[self._at : self._at + 1]
+
+    def _close(self, bracket: str) -> None:
+        if not self._text.startswith(bracket, self._at):
+            raise self._not_closed()
+        self._at += 1
+
+    def _not_closed(self) -> SettingsError:
+        start = self._start
+        return SettingsError(f"{self._source}: a quote behind `{self._text[start : start + 30]}` is not closed")
+
+    def _line_end(self) -> int:
+        return end if (end := self._text.find("\n", self._at)) >= 0 else len(self._text)
 
     def _span(self, start: int, end: int) -> Span:
         """In the script, of a place in this text."""
-        if self._spans is None:
+        if not self._spans:
             return start, end
-        if start >= len(self._spans):
-            return (self._spans[-1][1],) * 2 if self._spans else (0, 0)
-        return self._spans[start][0], self._spans[max(start, end - 1)][1]
+        last = len(self._spans) - 1
+        return self._spans[min(start, last)][0], self._spans[min(max(start, end - 1), last)][1]
 
     def _edit(self, start: int, end: int) -> Span | None:
-        spans = self._spans
-        if spans is not None and start < end:
-            if start and spans[start - 1] == spans[start]:
-                return None
-            if end < len(spans) and spans[end - 1] == spans[end]:
-                return None
-        return self._span(start, end)
+        """The same, unless what is written there holds more."""
+        spans = self._spans or ()
+        is_cut = any(0 < at < len(spans) and spans[at - 1] == spans[at] for at in (start, end))
+        return None if is_cut else self._span(start, end)
 
 
-def _spelt(piece: _Piece) -> str:
-    """An expansion that is not seen, as one word."""
-    return re.sub(r"\s.*(?=.$)", "...", piece.text, flags=re.S)
-
-
-def _joined(words: Sequence[Word], between: str, place: Span) -> Word:
+def _joined(words: Sequence[Word], place: Span, between: str = "") -> Word:
     spans: list[Span] = []
     for number, word in enumerate(words):
         spans += [word.place] * len(between if number else "")
         spans += word.spans
     unseen = [each for word in words for each in word.unseen]
     return Word(between.join(word.value for word in words), spans, place, None, unseen)
+
+
+def _part(whole: Word, start: int, end: int) -> Word:
+    """A word of those that a variable holds."""
+    value, spans, around = whole.value[start:end], whole.spans[start:end], whole.spans
+    is_cut = any(0 < at < len(around) and around[at - 1] == around[at] for at in (start, end))
+    edit = None if is_cut else (spans[0][0], spans[-1][1])
+    unseen = [each for each in whole.unseen if each in value]
+    return Word(value, spans, edit or whole.place, edit, unseen, bool(unseen))
