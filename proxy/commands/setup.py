@@ -55,15 +55,14 @@ def main(argv: list[str]) -> int:
         out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
         places = Places(out, _checkout(args.source), spark, seen.image)
         after = outlook(replace(recipe, image=seen.image)) if seen.image else seen
-        made = None if after.hits is False or after.alone else files_of(recipe, places)
-        files = gateway_files(recipe, made, places, shadow=not after.hits) if seen.starts else {}
+        made = RecipeFiles({}) if after.hits is False or after.alone else files_of(recipe, places)
+        files = gateway_files(recipe, made, places, shadow=after.hits is False) if seen.starts else {}
         if files:
             _write(places.out, files, args.force)
     except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
         print(f"seamark setup: {printable(str(error))}", file=sys.stderr)
         return 2
-    if made:
-        seen = seen._replace(notes=[*seen.notes, *made.notes])
+    seen = seen._replace(notes=[*seen.notes, *made.notes])
     print("\n".join(map(printable, summary(recipe, seen, after, places, list(files)))))
     return 0 if after.hits else 1
 
@@ -151,35 +150,33 @@ def _checkout(given: Path | None) -> Path:
     return source
 
 
-def gateway_files(recipe: Recipe, made: RecipeFiles | None, places: Places, *, shadow: bool) -> dict[str, str]:
-    """What was made of a recipe, what starts the gateway before it, and what undoes both.
-
-    `shadow`: whether that gateway changes nothing where nothing was made.
-    """
-    runs_both = {GATEWAY_LOG: "", RUN: run_script(places, [*made.files][-1])} if made else {}
+def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: bool) -> dict[str, str]:
+    """What was made of a recipe, what starts the gateway before it, and what undoes both."""
+    start = [*made.files][-1:]
+    runs_both = {GATEWAY_LOG: "", RUN: run_script(places, start[0])} if start else {}
+    undo = [*made.undo, *left_behind(recipe, places)] if start else []
+    at = gateway_worker(recipe), gateway_host(recipe), recipe.gateway_port
     return {
-        **(made.files if made else {}),
-        SETTINGS: gateway_toml(
-            gateway_worker(recipe), gateway_host(recipe), recipe.gateway_port, shadow=shadow and made is None
-        ),
+        **made.files,
+        SETTINGS: gateway_toml(*at, shadow=shadow),
         GATEWAY: script(
             "The gateway, in the environment that wrote this file. "
             f"A flag behind this script's name wins over {SETTINGS}.",
             f'exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(places.out / SETTINGS))} "$@"',
         ),
         **runs_both,
-        UNDO: undo_script(places, [*made.undo, *left_behind(recipe, places, made.undo)] if made else []),
+        UNDO: undo_script(places, undo),
     }
 
 
-def left_behind(recipe: Recipe, places: Places, undo: Sequence[str]) -> list[str]:
-    """Lines of `undo.sh` that say what stays of what vLLM ran with, and how to remove it. `undo`: its commands."""
-    program, built = undo[0].split()[0] if undo else "", recipe.kind in IN_IMAGES
-    compiled = not built or "/.cache/vllm" in f"{recipe.text}{recipe.document}"
+def left_behind(recipe: Recipe, places: Places) -> list[str]:
+    """Lines of `undo.sh` that say what stays of what vLLM ran with, and how to remove it."""
+    built, docker = recipe.kind in IN_IMAGES, recipe.program
     left = {
-        f"what was cached while the image was built: {program} builder prune": built,
-        f"the image {places.image}: {program} image rm {places.image}": built and places.image,
-        "what vLLM compiled, which it makes anew: rm -r ~/.cache/vllm/torch_compile_cache": compiled,
+        f"what was cached while the image was built: {docker} builder prune": built,
+        f"the image {places.image}: {docker} image rm {places.image}": places.image,
+        "what vLLM compiled, which it makes anew: rm -r ~/.cache/vllm/torch_compile_cache": not built
+        or "/.cache/vllm" in f"{recipe.text}{recipe.document}",
     }
     return [f"echo {shlex.quote(f'It leaves {what}')}" for what, applies in left.items() if applies]
 

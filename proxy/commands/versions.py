@@ -28,9 +28,10 @@ FORK_SIGNS = (
 )
 
 FORK = (
-    "the plugin leaves the B12X fork of vLLM untouched; alone that keeps a state at the end of the system prompt, of "
-    "the prompt and of the answer, for Qwen3.8-Flash-Next and GLM-5.3-Flash; none for a document in a user's message, for "
-    "several places of a prompt, for equal prompts at once, for other families, nor with images, LoRA or a KV connector"
+    "the plugin leaves the B12X fork of vLLM untouched; alone that keeps a state at the end of the system prompt, "
+    "of the prompt and of the answer, for Qwen3.8-Flash-Next and GLM-5.3-Flash; none for a document in a user's "
+    "message, for several places of a prompt, for equal prompts at once, for other families, nor with images, LoRA "
+    "or a KV connector"
 )
 
 
