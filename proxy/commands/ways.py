@@ -134,8 +134,9 @@ def image_version(image: str) -> str:
 
 def environment_version(python: str) -> str:
     """Of the vLLM that an environment has, by its folders, "" without; nothing in it is run."""
-    folder = Path(python).parent.parent
-    found = sorted(folder.glob("lib/python3*/site-packages/vllm-*.dist-info")) if Path(python).is_absolute() else []
+    path = Path(os.path.expanduser(python))
+    packages = "lib/python3*/site-packages/vllm-*.dist-info"
+    found = list(path.parents[1].glob(packages)) if path.is_absolute() and len(path.parents) > 1 else []
     return found[0].name.removeprefix("vllm-").removesuffix(".dist-info") if len(found) == 1 else ""
 
 
