@@ -1,10 +1,9 @@
-"""How vLLM is run, read from a line, a script, a file or Docker (`golden/recipe.txt`), and what is said of it."""
+"""How vLLM is run, read from a line, a script, a file or Docker (`golden/recipe.txt`)."""
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.commands.outlook import Outlook, base_image, outlook
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, published
 from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.recipe_text import words_of
@@ -313,96 +311,3 @@ def test_a_container_of_compose_is_read_from_its_file(file):
     path.write_text("a: [")
     with pytest.raises(SettingsError, match="is no YAML"):
         contained({"Labels": labels})
-
-
-def promised() -> Iterator[tuple[str, ...]]:
-    """Each model of the page: whether it hits, its unit, and what is said of it beside drafts."""
-    page = Path(__file__).parents[3] / "deploy" / "SPARK.md"
-    table = page.read_text().partition("## Will it help?")[2].partition("\n\n*With")[0]
-    for row in re.findall(r"^\| (`.*) \|$", table, re.M):
-        models, *told = row.split(" | ")
-        yield from ((model, *told) for model in re.findall(r"`([^`]+)`", models))
-
-
-@pytest.mark.parametrize(("model", "hits", "unit", "beside_drafts"), [*promised()])
-def test_what_a_page_promises_of_a_model_is_what_setup_says_of_it(model, hits, unit, beside_drafts):
-    alone, beside = said(model), said(f"{model} {MTP % ''}")
-    assert bool(alone.hits) == hits.startswith("yes") and f"on multiples of {unit}" in alone.verdict
-    assert bool(beside.hits) != beside_drafts.startswith("no: ")
-    assert (beside.change or "") in beside_drafts.replace("`", "")
-
-
-MTP = """--speculative-config '{"method": "mtp", "num_speculative_tokens": 3%s}'"""
-
-CONNECTOR = """--kv-transfer-config '{"kv_connector": "%s"}'"""
-
-TAKEN = "--mamba-cache-mode align --no-enable-prefix-caching"
-
-QWEN = "Qwen3.6-27B"
-
-LINES = [
-    *(QWEN, "org/Qwen3_6-27B-NVFP4", "MiniMax-Text-01", "./models/mine", "Llama-4", "qwen3-32b"),
-    *(f"{QWEN} --prefix-match-unit 128", f"{QWEN} {MTP % ''}", f"""{QWEN} -sc '{{"method": "glm_mtp"}}'"""),
-    *(f"Olmo-Hybrid-7B {MTP % ''}", """Olmo-Hybrid-7B --speculative-config '{"method": "ngram"}'"""),
-    f"""{QWEN} --speculative-config '{{"model": "some/head"}}'""",
-    *(f"{QWEN} -pp 2", f"{QWEN} -pp 1 {MTP % ''}", f"{QWEN} --pipeline-parallel-size=2 {MTP % ''}"),
-    f"{QWEN} " + MTP % ', "num_speculative_tokens_per_batch_size": [1]',
-    f"{QWEN} " + MTP % ', "enable_adaptive_verification": true',
-    f"{QWEN} " + MTP % ', "num_speculative_tokens_per_batch_size": [], "enable_adaptive_verification": false',
-    *(f"{QWEN} -sc.method suffix", f"{QWEN} --speculative_config.method suffix"),
-    *(f"{QWEN} {CONNECTOR % name}" for name in ("LMCacheMPConnector", "NixlConnector")),
-    f"{QWEN} {CONNECTOR % 'NixlConnector'} {MTP % ''}",
-    *(f"Llama-4 -pp 2 {MTP % ''}", f"Llama-4 {CONNECTOR % 'LMCacheMPConnector'}"),
-    *(f"{QWEN} --load-format b12x", f"{QWEN} --load-format auto", f"{QWEN} --gdn-decode-kernel x"),
-    "Llama-4 --max-parallel-prefills 2",
-    *(f"{QWEN} {TAKEN}", f"Llama-4 {TAKEN}", f"{QWEN} {TAKEN} --load-format b12x"),
-]
-
-# An image, its flags for a build, and the version that is found in it.
-IMAGES: list[tuple[str, ...]] = [
-    *((f"vllm/vllm-openai:v{tag}", "") for tag in ("0.33.0", "0.31.0", "0.30.2", "0.34.0", "1.32.0", "1234567.1")),
-    *(
-        ("vllm/vllm-openai:latest", ""),
-        ("vllm/vllm-openai:latest", "0.28.0"),
-        ("registry:5000/vllm/vllm-openai:v0.3", ""),
-    ),
-    *(("vllm/vllm-openai:v0.28.0", "0.32.1"), ("vllm/vllm-openai:v0.33.0", "0.30.1"), ("mine/vllm:v0.28.0", "")),
-    *(("mine:v0.28.0", "0.28.0"), ("vllm-node", "no version"), ("vllm-node", "0.33.1rc1"), ("b12x/vLLM:1", "")),
-    *(("B12X/vllm", "0.30.0"), ("x", "", "--ref", "B12x")),
-]
-
-
-def told_of(seen: Outlook) -> str:
-    return "\n".join([f"hits: {seen.hits}", seen.verdict, f"change: {seen.change}", *seen.notes])
-
-
-def said(line: str, version: str = "", variables: str = "") -> Outlook:
-    return outlook(read(f"{variables}vllm serve {line}"), version)
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_what_keeps_from_hits_is_said_with_the_one_change(line, expect_golden):
-    expect_golden("outlook", line, told_of(said(line)))
-
-
-@pytest.mark.parametrize("given", IMAGES)
-def test_an_image_is_believed_and_its_tag_if_it_could_not_be_asked(given, expect_golden):
-    image, version, *builds = given
-    seen = Recipe(RecipeKind.SPARK, "a.yaml", "a", [QWEN], image=image, builds=builds)
-    text = f"{told_of(outlook(seen, version))}\ntaken instead: {base_image(seen, version)}"
-    expect_golden("outlook", " ".join(("image", *given)), text)
-
-
-def test_of_several_obstacles_the_first_to_be_changed_is_said():
-    assert "0.30.0" in said(f"{QWEN} -pp 2 {CONNECTOR % 'LMCacheMPConnector'} {MTP % ''}", "0.30.0").verdict
-
-
-@pytest.mark.parametrize(("value", "tried"), [("1", False), ("0", True), ("auto", True)])
-def test_drafts_without_a_trial_are_said_by_their_variable(value, tried):
-    assert ("trial" in said(f"{QWEN} {MTP % ''}", variables=f"SEAMARK_DRAFTS={value} ").verdict) is tried
-
-
-@pytest.mark.parametrize("size", ["two", "-1", "9" * 10, "٣"])
-def test_a_number_that_is_none_is_refused_with_its_flag(size):
-    with pytest.raises(SettingsError, match=f"the command: --pipeline-parallel-size {size} is not a number"):
-        said(f"{QWEN} -pp {size} {MTP % ''}")
