@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from proxy.commands.shell import Command, Script, Word
+from proxy.commands.shell import ShellCommand, Script, Word
 from proxy.errors import SettingsError
 
 LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
@@ -53,7 +53,7 @@ class Start(NamedTuple):
 
     command: Sequence[Word]
     behind: int  # where the arguments begin
-    outer: Command  # of the script itself, in whose quotes it may stand
+    outer: ShellCommand  # of the script itself, in whose quotes it may stand
     is_quoted: bool
     variables: Mapping[str, str]  # that are set before it, and for it
     python: str  # how Python is called in its environment
@@ -124,7 +124,7 @@ def _the_one(starts: Sequence[Start], text: str, source: str) -> Start:
     return _with_a_model(start)
 
 
-def _starts(script: Script, outer: Command | None = None, python: str = "python3") -> Iterator[Start]:
+def _starts(script: Script, outer: ShellCommand | None = None, python: str = "python3") -> Iterator[Start]:
     for command in script.commands():
         values = [word.value for word in command.words]
         names = [Path(value).name for value in values]

@@ -10,7 +10,7 @@ from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
 from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
-from proxy.commands.shell import Command, Word
+from proxy.commands.shell import ShellCommand, Word
 from proxy.errors import SettingsError
 
 # Not to be given to what serves in their place, which has them by itself or has no use for them.
@@ -148,7 +148,7 @@ def _published(run: DockerRun, recipe: Recipe) -> Iterator[str]:
         yield f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"
 
 
-def _before(edits: Edits, command: Command, build: str, text: str) -> None:
+def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:
     """What comes before a command, and has to have worked."""
     start, end = command.place
     if command.before == "&&":
