@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from proxy.commands.shell import ShellCommand, Script, Word
+from proxy.commands.shell import Script, ShellCommand, Word
 from proxy.errors import SettingsError
 
 LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
