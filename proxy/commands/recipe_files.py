@@ -13,17 +13,20 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from proxy.commands import recipe as reading
+from proxy.commands import unit_files
 from proxy.commands.outlook import CACHING, DROPPED
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
 from proxy.commands.recipe_compose import ComposeService, as_words
 from proxy.commands.recipe_line import behind_serve
 from proxy.commands.recipe_text import Tagged, Word, as_lines
+from proxy.commands.recipe_unit import DROP_IN, Unit
 from proxy.commands.script_edits import (
     HERE,
     OWN_NAME,
@@ -55,9 +58,10 @@ _SHELL = re.compile(r"\s*(?:\S*/)?(?:ba|da|z)?sh\s(?:-\w+\s+)*-\w*c\s")
 class RecipeFiles(NamedTuple):
     """Texts of files by their names, and what the user does with them."""
 
-    files: Mapping[str, str]  # the last one starts vLLM
+    files: Mapping[str, str]  # the last one starts vLLM, unless `run` does
     undo: Sequence[str] = ()  # commands that take back what the files do elsewhere
     notes: Sequence[str] = ()
+    run: str = ""  # a script in place of the one that runs vLLM and the gateway in a terminal
 
 
 class Places(NamedTuple):
@@ -177,7 +181,7 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     image = image_of(recipe, places)
     build = _build(places, "{}", image, recipe.program)
-    text = with_image(recipe, os.environ, image, LABEL, build, places.image)
+    text = with_image(recipe, _outside(recipe), image, LABEL, build, places.image)
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
     notes = ["end the container that runs now first: both want its name and its port", *_folder(recipe)]
@@ -237,10 +241,36 @@ def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> li
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
-    text = with_flags(recipe.text, recipe, os.environ)
+    text = with_flags(recipe.text, recipe, _outside(recipe))
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
     made = _in_environment(places, {}, purpose, *_own_name(recipe, text), text=elsewhere(text), python=recipe.python)
     return made._replace(notes=[*made.notes, *_folder(recipe)])
+
+
+def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
+    """A drop-in with the command that hits, or with a script where it is one, or a container that has to be built."""
+    unit: Unit = recipe.document
+    inner = replace(recipe, kind=unit.kind, source=unit.script or recipe.source)
+    made = _WRITERS[unit.kind](inner, places)
+    is_plain = unit.kind is RecipeKind.COMMAND and not unit.script
+    line = with_flags(unit_files.command_line(unit), recipe) if is_plain else ""
+    gateway = (places.source / "deploy/systemd/seamark-gateway.service").read_text()
+    files = {} if is_plain else {unit_files.SCRIPT: [*made.files.values()][-1]}
+    files |= {DROP_IN: unit_files.drop_in(unit, line)}
+    files |= {unit_files.GATEWAY_UNIT: unit_files.gateway_unit(gateway, unit, places.out / "seamark.toml")}
+    check = [f"if [ -x {recipe.python} ] && ! {recipe.python} -c 'import engine_patches' 2> /dev/null; then"]
+    check += [f"    echo {shlex.quote(f'first: {pip_install(recipe.python, places.source)}')} >&2", "    exit 1", "fi"]
+    run = script(
+        f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
+        *(check if recipe.python.startswith("/") else ()),
+        *unit_files.install_lines(unit, places.out, LIST, RAN, has_script=not is_plain),
+    )
+    return RecipeFiles(files, [*unit_files.undo_lines(unit, LIST, RAN), *made.undo], made.notes, run)
+
+
+def _outside(recipe: Recipe) -> Mapping[str, str]:
+    """The variables that its text is given."""
+    return recipe.document.known if isinstance(recipe.document, Unit) else os.environ
 
 
 def _own_name(recipe: Recipe, text: str) -> list[str]:
@@ -388,4 +418,5 @@ _WRITERS = {
     RecipeKind.COMMAND: _command,
     RecipeKind.DOCKER: _docker,
     RecipeKind.CONTAINER: _container,
+    RecipeKind.UNIT: _unit,
 }

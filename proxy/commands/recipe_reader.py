@@ -23,6 +23,7 @@ from proxy.commands.recipe import (
 from proxy.commands.recipe_compose import of_compose, of_compose_line
 from proxy.commands.recipe_line import serve_line
 from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
+from proxy.commands.recipe_unit import of_unit, unit_file
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 
@@ -36,9 +37,13 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
         return of_compose_line(given)
     if os.path.isdir(path):  # which takes any name, as long ones
         raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
+    if (unit := unit_file(str(path))) is not None:
+        return of_unit(unit, path.name)
     if not os.path.isfile(path):
         return _of_container(given, inspect)
     text = read_text(path)
+    if re.search(r"^\[Service\]\s", text, re.M) and not text.startswith("#!"):
+        return of_unit(path, f"{path.stem}.service")
     if path.suffix not in (".yaml", ".yml"):
         return of_text(text, str(path), path.stem)
     documents = read_yaml(text, given)

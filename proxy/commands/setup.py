@@ -117,7 +117,7 @@ def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places) -> dict[str
             f'exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(places.out / SETTINGS))} "$@"',
         ),
         GATEWAY_LOG: "",
-        RUN: run_script(places, [*made.files][-1]),
+        RUN: made.run or run_script(places, [*made.files][-1]),
         UNDO: undo_script(places, made.undo),
     }
 
@@ -129,7 +129,7 @@ def gateway_host(recipe: Recipe) -> str:
 
 def gateway_worker(recipe: Recipe) -> str:
     """The URL by which a gateway on this machine finds the vLLM."""
-    host = "127.0.0.1" if recipe.host in (*LOOPBACK, EVERYWHERE, "::") else recipe.host
+    host = "127.0.0.1" if recipe.host in ("localhost", EVERYWHERE, "::") else recipe.host
     return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
 
 
