@@ -181,10 +181,14 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     image = image_of(recipe, places)
     build = _build(places, "{}", image, recipe.program)
+    if isinstance(recipe.document, Unit):  # for which it is built before
+        build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
     text = with_image(recipe, _outside(recipe), image, LABEL, build, places.image)
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
-    notes = ["end the container that runs now first: both want its name and its port", *_folder(recipe)]
+    is_started_again = isinstance(recipe.document, Unit)
+    ended = [] if is_started_again else ["end the container that runs now first: both want its name and its port"]
+    notes = [*ended, *_folder(recipe)]
     return _of_image({"start.sh": start}, image, recipe.program, notes=notes)
 
 
@@ -263,6 +267,11 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     run = script(
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
         *(check if recipe.python.startswith("/") else ()),
+        *(
+            [_build(places, places.image or recipe.image, image_of(recipe, places), recipe.program)]
+            if recipe.image
+            else ()
+        ),
         *unit_files.install_lines(unit, places.out, LIST, RAN, has_script=not is_plain),
     )
     return RecipeFiles(files, [*unit_files.undo_lines(unit, LIST, RAN), *made.undo], made.notes, run)

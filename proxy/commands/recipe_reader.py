@@ -33,7 +33,7 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     if SERVE.search(f" {given} ") or DOCKER_RUN.search(given):
         return of_text(given, "the command", "")
     path = Path(os.path.expanduser(given))
-    if not os.path.exists(path) and re.match(r"(?:sudo\s+)?docker(?:-|\s+)compose(?:\s|$)", given):
+    if not os.path.exists(path) and re.match(r"(?:sudo\s+)?(?:\S*/)?docker(?:-|\s+)compose(?:\s|$)", given):
         return of_compose_line(given)
     if os.path.isdir(path):  # which takes any name, as long ones
         raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
@@ -44,6 +44,9 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     text = read_text(path)
     if re.search(r"^\[Service\]\s", text, re.M) and not text.startswith("#!"):
         return of_unit(path, f"{path.stem}.service")
+    if re.search(r"^\[Container\]\s", text, re.M):
+        cure = "give what it runs in quotes: podman run IMAGE FLAGS"
+        raise SettingsError(f"{given} is a Quadlet of Podman, which is not read; {cure}")
     if path.suffix not in (".yaml", ".yml"):
         return of_text(text, str(path), path.stem)
     documents = read_yaml(text, given)
