@@ -199,6 +199,7 @@ def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.env
         return recipe
     hiding, own = _may_publish(found), port_in(recipe.value("--port") or DEFAULT_PORT)
     if own and not hiding:
+        notes.append(f"it publishes no port; the one that is written here does: 127.0.0.1:{own}")
         return replace(recipe, listens=("127.0.0.1", own))
     found_at = (published(port, own) for port in found.given("-p", "--publish") if own)
     listens = next(filter(None, found_at), None)
@@ -221,7 +222,7 @@ def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
         yield f"{', '.join(start.script.sourced)} is read by it, and what that sets is not seen here"
     line = text[slice(*start.outer.place)]
     for name in start.script.ambiguous:
-        if re.search(rf"\$\{{?{name}\b", line):
+        if start.script.names[name] and re.search(rf"\$\{{?{name}\b", line):
             yield f"{name} depends on a condition in the script; what is said here is for the value that was read"
 
 
@@ -229,19 +230,15 @@ def serves(text: str) -> bool:
     return bool(SERVE.search(f" {text} "))
 
 
-def inner_arguments(
-    words: Sequence[str], source: str, known: Mapping[str, str] | None = None, *, by_image: bool = True
-) -> list[str]:
-    """Those of `vllm serve` in a container's words. `known`: its variables, if they are. `by_image`: an entrypoint that
-    is not among the words may start vLLM.
-    """
+def inner_arguments(words: Sequence[str], source: str, known: Mapping[str, str] | None = None) -> list[str]:
+    """Those of `vllm serve` in a container's words, of which an entrypoint may start it. `known`: its variables."""
     if script := next(filter(serves, words), ""):
         return [word.value for word in serve_line(script, source, known).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:
         raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
-    if not words or not by_image:
+    if not words:
         raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
     return list(words)
 

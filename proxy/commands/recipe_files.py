@@ -24,9 +24,13 @@ from proxy.commands import unit_files
 from proxy.commands.outlook import CACHING, DROPPED
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
 from proxy.commands.recipe_compose import ComposeService, as_words
+<<<<<<< HEAD
 from proxy.commands.recipe_line import behind_serve
 from proxy.commands.recipe_text import Tagged, Word, as_lines
 from proxy.commands.recipe_unit import DROP_IN, Unit
+=======
+from proxy.commands.recipe_text import Tagged, as_lines
+>>>>>>> a
 from proxy.commands.script_edits import (
     HERE,
     OWN_NAME,
@@ -35,7 +39,6 @@ from proxy.commands.script_edits import (
     shell_of,
     with_flags,
     with_image,
-    without_flags,
 )
 from proxy.errors import SettingsError
 
@@ -180,10 +183,15 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     image = image_of(recipe, places)
+<<<<<<< HEAD
     build = _build(places, "{}", image, recipe.program)
     if isinstance(recipe.document, Unit):  # for which it is built before
         build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
     text = with_image(recipe, _outside(recipe), image, LABEL, build, places.image)
+=======
+    build = _build(places, image, recipe.program)
+    text = with_image(recipe, os.environ, image, [f"--label={LABEL}={image}"], build, places.image)
+>>>>>>> a
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
     is_started_again = isinstance(recipe.document, Unit)
@@ -193,55 +201,20 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
 
 
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
-    told = recipe.document
-    config, host = told["Config"], told["HostConfig"]
     image, theirs = image_of(recipe, places), shlex.quote(recipe.name)
-    entrypoint, command = _in_container(recipe, config.get("Entrypoint") or [], config.get("Cmd") or [])
-    options = [f"--name={image}", f"--label={LABEL}={image}", *_container_options(config, host)]
-    if entrypoint:
-        options.append(f"--entrypoint={entrypoint[0]}")
-        command = [*entrypoint[1:], *command]
-    words = [*map(shlex.quote, options), image, *map(shlex.quote, command)]
+    text = with_image(
+        recipe, {}, image, [f"--name={image}", f"--label={LABEL}={image}"], _build(places, image), places.image
+    )
+    build, _, run = text.partition("\n")
     start = script(
         "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
-        _build(places, places.image or shlex.quote(recipe.image), image),
+        build,
         _if_it_runs(places, f'[ "$(docker inspect --format "{{{{.State.Running}}}}" {theirs})" = true ]'),
         f"{_containers(image)} | xargs -r docker rm -f",
         f"docker stop {theirs}",
-        "exec docker run -d \\\n    " + " \\\n    ".join(words),
+        f"exec {run}",
     )
     return _of_image({"start.sh": start}, image, again=f"docker start {theirs}")
-
-
-def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
-    """What a container was started with, as far as `docker run` has a flag for it."""
-    options = [f"--env={each}" for each in config.get("Env") or () if not each.startswith("PATH=")]
-    options += [f"--volume={each}" for each in host.get("Binds") or ()]
-    for inside, places in (host.get("PortBindings") or {}).items():
-        for each in places or ():
-            address = f"{each['HostIp']}:" if each.get("HostIp") else ""
-            options.append(f"--publish={address}{each.get('HostPort', '')}:{inside}")
-    for flag, key, default in (
-        ("network", "NetworkMode", ("", "default", "bridge")),
-        ("ipc", "IpcMode", ("", "private", "shareable")),
-        ("runtime", "Runtime", ("", "runc")),
-        ("shm-size", "ShmSize", ("", 0, 67108864)),
-        ("memory", "Memory", ("", 0)),
-    ):
-        if (value := host.get(key, "")) not in default and value is not None:
-            options.append(f"--{flag}={value}")
-    options += [f"--ulimit={each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
-    options += [f"--device={each['PathOnHost']}" for each in host.get("Devices") or ()]
-    options += [f"--cap-add={each}" for each in host.get("CapAdd") or ()]
-    if host.get("Privileged"):
-        options.append("--privileged")
-    if (policy := (host.get("RestartPolicy") or {}).get("Name")) not in (None, "", "no"):
-        options.append(f"--restart={policy}")
-    for request in host.get("DeviceRequests") or ():
-        if any("gpu" in names for names in request.get("Capabilities") or ()):
-            ids = request.get("DeviceIDs")
-            options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
-    return options
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -325,25 +298,6 @@ def _in_environment(
     return RecipeFiles(files, [undo], [f"once, in vLLM's environment: {install}"])
 
 
-def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
-    """Entrypoint and command of a container whose image has the worker's entrypoint, which gives what is needed.
-
-    An empty entrypoint is that one. A command that is a shell's text keeps its shell, and is given the flags itself.
-    """
-    words, split = [*entrypoint, *command], len(entrypoint) or 1
-    for number, word in enumerate(words):
-        if number and reading.serves(word):
-            words[number] = with_flags(word, recipe)
-            return words[:split], words[split:]
-    left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
-    return [], [*(word.value for word in left), *_host_of(recipe)]
-
-
-def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
-    """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
-    return command[behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
-
-
 def _host_of(recipe: Recipe) -> list[str]:
     """vLLM alone listens to everybody, and the worker's command to its own machine."""
     return [] if recipe.has("--host") else ["--host", EVERYWHERE]
@@ -375,9 +329,10 @@ def _if_it_runs(places: Places, runs: str) -> str:
     return f"if {runs}; then echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}; fi"
 
 
-def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
-    root = shlex.quote(str(places.source))
-    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
+def _build(places: Places, image: str, program: str = "docker") -> str:
+    """Of the image that `{}` stands for."""
+    root = shlex.quote(str(places.source)).replace("{", "{{").replace("}", "}}")
+    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={{}} -t {image} {root} >&2"
 
 
 def script(purpose: str, *lines: str, text: str = "") -> str:

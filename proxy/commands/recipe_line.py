@@ -127,9 +127,10 @@ def _starts(script: Script, outer: Command | None = None, python: str = "python3
     for command in script.commands():
         values = [word.value for word in command.words]
         names = [Path(value).name for value in values]
-        if names[0] in ("source", ".") and names[-1] == "activate":
+        is_read = values[0] in ("source", ".")
+        if is_read and names[-1] == "activate":
             python = f"{values[-1].removesuffix('activate')}python"
-        elif names[0] in ("source", "."):
+        elif is_read:
             script.sourced += values[1:2]
         elif values[1:2] == ["activate"]:
             python = f"{values[0]} run -n {values[-1]} python"

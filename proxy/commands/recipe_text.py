@@ -25,11 +25,6 @@ MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
 
 
-class Word(NamedTuple):
-    raw: str  # as it is spelt
-    value: str  # without quotes; variables as they are
-
-
 def read_text(path: Path, errors: str = "strict") -> str:
     """A file's content. Raises `SettingsError` for one that is too large, or no text."""
     content = read_file("recipe", path)
