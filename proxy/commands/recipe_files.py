@@ -24,13 +24,8 @@ from proxy.commands import unit_files
 from proxy.commands.outlook import CACHING, DROPPED
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
 from proxy.commands.recipe_compose import ComposeService, as_words
-<<<<<<< HEAD
-from proxy.commands.recipe_line import behind_serve
-from proxy.commands.recipe_text import Tagged, Word, as_lines
-from proxy.commands.recipe_unit import DROP_IN, Unit
-=======
 from proxy.commands.recipe_text import Tagged, as_lines
->>>>>>> a
+from proxy.commands.recipe_unit import DROP_IN, Unit
 from proxy.commands.script_edits import (
     HERE,
     OWN_NAME,
@@ -183,19 +178,13 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     image = image_of(recipe, places)
-<<<<<<< HEAD
-    build = _build(places, "{}", image, recipe.program)
-    if isinstance(recipe.document, Unit):  # for which it is built before
-        build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
-    text = with_image(recipe, _outside(recipe), image, LABEL, build, places.image)
-=======
     build = _build(places, image, recipe.program)
-    text = with_image(recipe, os.environ, image, [f"--label={LABEL}={image}"], build, places.image)
->>>>>>> a
+    if is_unit := isinstance(recipe.document, Unit):  # for which it is built before
+        build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
+    text = with_image(recipe, _outside(recipe), image, [f"--label={LABEL}={image}"], build, places.image)
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
-    is_started_again = isinstance(recipe.document, Unit)
-    ended = [] if is_started_again else ["end the container that runs now first: both want its name and its port"]
+    ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
     notes = [*ended, *_folder(recipe)]
     return _of_image({"start.sh": start}, image, recipe.program, notes=notes)
 
@@ -241,7 +230,7 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
         *(check if recipe.python.startswith("/") else ()),
         *(
-            [_build(places, places.image or recipe.image, image_of(recipe, places), recipe.program)]
+            [_build(places, image_of(recipe, places), recipe.program).format(places.image or recipe.image)]
             if recipe.image
             else ()
         ),
