@@ -224,19 +224,21 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     files = {} if is_plain else {unit_files.SCRIPT: [*made.files.values()][-1]}
     files |= {DROP_IN: unit_files.drop_in(unit, line)}
     files |= {unit_files.GATEWAY_UNIT: unit_files.gateway_unit(gateway, unit, places.out / "seamark.toml")}
-    check = [f"if [ -x {recipe.python} ] && ! {recipe.python} -c 'import engine_patches' 2> /dev/null; then"]
-    check += [f"    echo {shlex.quote(f'first: {pip_install(recipe.python, places.source)}')} >&2", "    exit 1", "fi"]
+    install, notes, undo = pip_install(recipe.python, places.source), made.notes, made.undo
+    first = [*unit_files.places(unit), f"cd {shlex.quote(str(places.out))}"]
+    if recipe.image:
+        base = places.image or recipe.image
+        first.append(f"$sudo {_build(places, image_of(recipe, places), recipe.program).format(base)}")
+    elif recipe.python.startswith("/"):
+        first += unit_files.plugin_lines(recipe.python, install, LIST)
+        notes = [f"run.sh puts the plugin into vLLM's environment, if it is not there: {install}"]
+        undo = unit_files.undo_plugin_lines(recipe.python, LIST)
     run = script(
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
-        *(check if recipe.python.startswith("/") else ()),
-        *(
-            [_build(places, image_of(recipe, places), recipe.program).format(places.image or recipe.image)]
-            if recipe.image
-            else ()
-        ),
-        *unit_files.install_lines(unit, places.out, LIST, RAN, has_script=not is_plain),
+        *first,
+        *unit_files.install_lines(unit, LIST, RAN, has_script=not is_plain),
     )
-    return RecipeFiles(files, [*unit_files.undo_lines(unit, LIST, RAN), *made.undo], made.notes, run)
+    return RecipeFiles(files, [*unit_files.places(unit), *undo, *unit_files.undo_lines(unit, LIST, RAN)], notes, run)
 
 
 def _outside(recipe: Recipe) -> Mapping[str, str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from proxy.commands.recipe_unit import DROP_IN, UNITS, Unit
 
 GATEWAY_UNIT, SCRIPT = "seamark-gateway.service", "seamark.sh"
-NOT_INSTALLED = "# unit was not installed"  # a line of the list of files
+NOT_INSTALLED, HAS_PLUGIN = "# unit was not installed", "# plugin was installed"  # lines of the list of files
 
 _HIDDEN = "\ue002"  # a dollar that is none of systemd's variables
 _HARDENED = re.compile(r"(?s)\n# No home.*?\n\n")  # what a user's own manager cannot do
@@ -64,14 +64,27 @@ def gateway_user(unit: Unit) -> str:
     return "" if unit.is_of_user else unit.user if are_open else pwd.getpwuid(os.getuid()).pw_name
 
 
-def install_lines(unit: Unit, out: Path, listed: str, ran: str, *, has_script: bool) -> list[str]:
-    """Of a shell's script in a folder with the list of files `listed`; `ran`: a line of that if the unit did before."""
+def plugin_lines(python: str, install: str, listed: str) -> list[str]:
+    """What puts the plugin into the environment of an interpreter, if it is not there."""
+    return [
+        f"if [ -x {python} ] && ! {python} -c 'import engine_patches' 2> /dev/null; then",
+        f"    $sudo {install} || {{ echo 'install it in another way, then go on here' >&2; exit 1; }}",
+        f"    echo '{HAS_PLUGIN}' >> {listed}",
+        "fi",
+    ]
+
+
+def undo_plugin_lines(python: str, listed: str) -> list[str]:
+    uninstall = f"{python} -m pip uninstall -y vllm-seamark"
+    return [f"if grep -qx '{HAS_PLUGIN}' {listed}; then $sudo {uninstall} || true; fi"]
+
+
+def install_lines(unit: Unit, listed: str, ran: str, *, has_script: bool) -> list[str]:
+    """In a folder with the list of files `listed`; `ran`: a line of that if the unit did before."""
     name, journal = shlex.quote(unit.name), _systemctl(unit).replace("systemctl", "journalctl")
     of_user = f"-o {shlex.quote(unit.user)} " if unit.user else ""
     script = [f'$sudo install -D -m 700 {of_user}{SCRIPT} "$units"/{name}.d/{SCRIPT}'] if has_script else []
     return [
-        *_places(unit),
-        f"cd {shlex.quote(str(out))}",
         f'if [ -e "$units"/{GATEWAY_UNIT} ] && ! cmp -s {GATEWAY_UNIT} "$units"/{GATEWAY_UNIT}; then',
         f'    echo "$units/{GATEWAY_UNIT} is another gateway\'s; take that away first" >&2',
         "    exit 1",
@@ -97,7 +110,6 @@ def undo_lines(unit: Unit, listed: str, ran: str) -> list[str]:
     """What takes back `install_lines`, if they were run."""
     name = shlex.quote(unit.name)
     return [
-        *_places(unit),
         f'if [ -e "$units"/{name}.d/{DROP_IN} ]; then',
         f"    $sudo $systemctl disable --now {GATEWAY_UNIT} || true",
         f'    $sudo rm -f "$units"/{GATEWAY_UNIT} "$units"/{name}.d/{DROP_IN} "$units"/{name}.d/{SCRIPT}',
@@ -112,7 +124,8 @@ def undo_lines(unit: Unit, listed: str, ran: str) -> list[str]:
     ]
 
 
-def _places(unit: Unit) -> list[str]:
+def places(unit: Unit) -> list[str]:
+    """Variables of the lines of this module."""
     units = '"$HOME"/.config/systemd/user' if unit.is_of_user else UNITS[0]
     root = "sudo=" if unit.is_of_user else 'if [ "$(id -u)" = 0 ]; then sudo=; else sudo=sudo; fi'
     return [f"units=${{SEAMARK_UNITS:-{units}}}", root, f"systemctl='{_systemctl(unit)}'"]
