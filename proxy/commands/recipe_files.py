@@ -216,7 +216,7 @@ def _command(recipe: Recipe, places: Places) -> RecipeFiles:
 def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     """A drop-in with the command that hits, or with a script where it is one, or a container that has to be built."""
     unit: Unit = recipe.document
-    inner = replace(recipe, kind=unit.kind, source=unit.script or recipe.source)
+    inner = replace(recipe, kind=unit.kind, source=str(unit.script_path))
     made = _WRITERS[unit.kind](inner, places)
     is_plain = unit.kind is RecipeKind.COMMAND and not unit.script
     line = with_flags(unit_files.command_line(unit), recipe) if is_plain else ""
@@ -224,21 +224,22 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     files = {} if is_plain else {unit_files.SCRIPT: [*made.files.values()][-1]}
     files |= {DROP_IN: unit_files.drop_in(unit, line)}
     files |= {unit_files.GATEWAY_UNIT: unit_files.gateway_unit(gateway, unit, places.out / "seamark.toml")}
-    install, notes, undo = pip_install(recipe.python, places.source), made.notes, made.undo
+    install, notes, undo = pip_install(recipe.python, places.source), made.notes, unit_files.undo_lines(unit, LIST, RAN)
     first = [*unit_files.places(unit), f"cd {shlex.quote(str(places.out))}"]
-    if recipe.image:
-        base = places.image or recipe.image
-        first.append(f"$sudo {_build(places, image_of(recipe, places), recipe.program).format(base)}")
+    if unit.kind is RecipeKind.DOCKER:
+        build = _build(places, image_of(recipe, places), recipe.program)
+        first += [f"$sudo {build.format(base)}" for base in (places.image or recipe.image,) if base]
+        undo = [*undo, *made.undo]
     elif recipe.python.startswith("/"):
         first += unit_files.plugin_lines(recipe.python, install, LIST)
         notes = [f"run.sh puts the plugin into vLLM's environment, if it is not there: {install}"]
-        undo = unit_files.undo_plugin_lines(recipe.python, LIST)
+        undo = [*unit_files.undo_plugin_lines(recipe.python, LIST), *undo]
     run = script(
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
         *first,
         *unit_files.install_lines(unit, LIST, RAN, has_script=not is_plain),
     )
-    return RecipeFiles(files, [*unit_files.places(unit), *undo, *unit_files.undo_lines(unit, LIST, RAN)], notes, run)
+    return RecipeFiles(files, [*unit_files.places(unit), *undo], notes, run)
 
 
 def _outside(recipe: Recipe) -> Mapping[str, str]:
