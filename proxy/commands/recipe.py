@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -233,14 +234,16 @@ def serves(text: str) -> bool:
 def inner_arguments(words: Sequence[str], source: str, known: Mapping[str, str] | None = None) -> list[str]:
     """Those of `vllm serve` in a container's words, of which an entrypoint may start it. `known`: its variables."""
     if script := next(filter(serves, words), ""):
-        return [word.value for word in serve_line(script, source, known).words]
+        given = words[words.index(script) + 2 :]  # behind its $0
+        text = script.replace('"$@"', shlex.join(given))
+        return [word.value for word in serve_line(text, source, known).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:
         raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
     if not words:
         raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
-    return list(words)
+    return list(words[words[0] == "serve" :])
 
 
 def environment_of(given: Any) -> dict[str, str]:

@@ -162,12 +162,14 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
     given = {name: recipe.document.fields.get(name) for name in ("entrypoint", "command")}
     for name, each in given.items():
         if isinstance(each, list) and any(reading.serves(str(text)) for text in each):
-            return {name: [with_flags(str(text), recipe) if reading.serves(str(text)) else text for text in each]}
+            words = [with_flags(str(text), recipe) if reading.serves(str(text)) else text for text in each]
+            return {name: words} if given["entrypoint"] else {"entrypoint": words[:1], "command": words[1:]}
         if isinstance(each, str) and _SHELL.match(each):
-            return {name: with_flags(each, recipe)}
+            shell, text = with_flags(each, recipe).split(maxsplit=1)
+            return {name: f"{shell} {text}"} if given["entrypoint"] else {"entrypoint": shell, "command": text}
     texts = [each if isinstance(each, str) else shlex.join(as_words(each)) for each in given.values() if each]
     whole = f" {' '.join(texts)} "
-    found = reading.SERVE.search(whole)
+    found = reading.SERVE.search(whole) or re.match(r"\s+serve(?=\s)", whole)
     text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
     if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
         raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
