@@ -90,6 +90,7 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     name = "seamark-" + _safe(recipe.name)
     document = copy.deepcopy(recipe.document)
     document["name"] = f"Seamark {document['name']}"
+    document["container"] = places.image or document["container"]
     document["mods"] = [*(mod for mod in document.get("mods") or () if mod != MOD), str(places.out / MOD)]
     # The template, whose braces are not filled here.
     command = with_flags(as_lines(document["command"]), recipe, environment_of(document.get("env")))

@@ -98,7 +98,8 @@ def start_of(text: str, known: Mapping[str, str], source: str) -> Start | Docker
     starts = [*_starts(Script(text, known, source))]
     containers = [each for each in starts if each.is_container]
     if len(starts) > 1:
-        containers = [each for each in containers if _is_of_vllm(each)]
+        of_vllm = [each for each in containers if _is_of_vllm(each)]
+        containers = of_vllm if of_vllm or len(containers) < len(starts) else containers
     if len(containers) > 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one: give that line in quotes")
     return _docker_run(containers[0]) if containers else _the_one(starts, text, source)

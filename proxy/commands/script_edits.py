@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import DROPPED, NO_CACHING
+from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
 from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
 from proxy.commands.shell import Command, Word
@@ -39,7 +39,7 @@ def without_flags(words: Sequence[_Any], taken_away: Sequence[str] = TAKEN_AWAY)
         is_taken = not skip and (name := flag_name(word.value)) in taken_away
         if not skip and not is_taken:
             left.append(word)
-        skip = is_taken and name != NO_CACHING and "=" not in word.value  # that is a switch
+        skip = is_taken and name not in SWITCHES and "=" not in word.value
     return left
 
 

@@ -84,9 +84,7 @@ class Script:
 
     def commands(self, close: str = "") -> Iterator[Command]:
         """In their order, with those of substitutions before. Raises `SettingsError` for what is not closed."""
-        self._level += 1
-        if self._level > MOST_LEVELS:
-            raise SettingsError(f"{self.source}: its brackets and quotes are too many inside each other")
+        self._go_deeper()
         text, before = self._text, "\n"
         while self._next() not in ("", close):
             if text[self._at] == "#":
@@ -111,6 +109,11 @@ class Script:
                     yield command
                 before = ""
         self._level -= 1
+
+    def _go_deeper(self) -> None:
+        self._level += 1
+        if self._level > MOST_LEVELS:
+            raise SettingsError(f"{self.source}: its brackets and quotes are too many inside each other")
 
     def _command(self, before: str) -> Command:
         text, start = self._text, self._at
@@ -260,8 +263,10 @@ class Script:
         name, operator, other = found[1] or found[3], found[6], None
         is_array = name in ("@", "*") or found[4] in ("[@]", "[*]")
         if found[3]:
+            self._go_deeper()
             begin, other = self._start, self._one("}", is_quoted)
             self._close("}")
+            self._level -= 1
             self._start = begin
             if found[2] or (other.value and not operator) or (found[4] and not is_array):
                 return _Expansion(None, is_array, is_quoted)
@@ -269,7 +274,10 @@ class Script:
         is_seen = self.known is not None and (words is not None or name not in self.names)
         if operator in ("-", "=", "+") and is_seen:
             is_set = bool(words) and (not found[5] or any(word.value for word in words or ()))
-            words = [other] if other and is_set == (operator == "+") else [] if operator == "+" else words
+            if other and is_set == (operator == "+"):
+                words, is_quoted = [other], is_quoted or bool({*"'\""} & {*text[found.end() : self._at]})
+            elif operator == "+":
+                words = []
             if operator == "=":
                 self.names[name] = words
         self._left -= sum(len(word.value) for word in words or ())
