@@ -1,7 +1,7 @@
 """How somebody runs vLLM, read from what they run it by: nothing that it says has to be asked, and none of it is lost.
 
-A recipe of spark-vllm-docker, a compose file, vLLM's own configuration file, a script or a line with `vllm serve` or
-`docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is written again.
+A recipe of spark-vllm-docker, a compose file, a systemd unit, vLLM's own configuration file, a script or a line with
+`vllm serve` or `docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is written again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -41,6 +42,7 @@ class RecipeKind(StrEnum):
     COMMAND = "a command of vLLM"
     DOCKER = "a command of Docker"
     CONTAINER = "a container"
+    UNIT = "a systemd unit"
 
 
 @dataclass(frozen=True)
@@ -175,15 +177,15 @@ def port_in(text: object) -> int | None:
     return int(digits) if re.fullmatch(r"\d{1,5}", digits, re.ASCII) and 0 < int(digits) < 65536 else None
 
 
-def of_text(text: str, source: str, name: str) -> Recipe:
-    """A script, or a line of one."""
-    found = start_of(text, os.environ, source)
+def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.environ) -> Recipe:
+    """A script, or a line of one. `known`: the variables that it is given."""
+    found = start_of(text, known, source)
     if isinstance(found, Start):
         is_launched = any(word.value.endswith(LAUNCHER) for word in found.command[: found.behind])
         kind = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND
         arguments, notes = [word.value for word in found.words], [*_not_seen(found, found.words, text)]
         return Recipe(kind, source, name, arguments, found.variables, text=text, python=found.python, notes=notes)
-    outside = {**os.environ, **found.start.variables}
+    outside = {**known, **found.start.variables}
     pairs = [each.partition("=") for each in found.given("-e", "--env")]
     environment = {name: value if is_set else outside.get(name, "") for name, is_set, value in pairs}
     arguments, notes = [word.value for word in found.serve.words], []
@@ -232,14 +234,16 @@ def serves(text: str) -> bool:
 def inner_arguments(words: Sequence[str], source: str, known: Mapping[str, str] | None = None) -> list[str]:
     """Those of `vllm serve` in a container's words, of which an entrypoint may start it. `known`: its variables."""
     if script := next(filter(serves, words), ""):
-        return [word.value for word in serve_line(script, source, known).words]
+        given = words[words.index(script) + 2 :]  # behind its $0
+        text = script.replace('"$@"', shlex.join(given))
+        return [word.value for word in serve_line(text, source, known).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:
         raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
     if not words:
         raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
-    return list(words)
+    return list(words[words[0] == "serve" :])
 
 
 def environment_of(given: Any) -> dict[str, str]:

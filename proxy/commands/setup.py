@@ -39,8 +39,9 @@ RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.lo
 def main(argv: list[str]) -> int:
     what = "write the files to start Seamark with, and to undo that"
     parser = Parser(prog="seamark setup", description=what, epilog=EXIT_STATUSES)
-    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
-    how += "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked"
+    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a systemd unit, a script, a line with "
+    how += "`vllm serve`, `docker run` or `docker compose` in quotes, or a container's name; "
+    how += "it is taken as it is, and nothing is asked"
     parser.add_argument("recipe", metavar="RECIPE", help=how)
     folder = "folder for the files (default %(default)s)"
     parser.add_argument("--out", type=Path, metavar="DIR", default="seamark-setup", help=folder)
@@ -153,7 +154,7 @@ def _checkout(given: Path | None) -> Path:
 def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: bool) -> dict[str, str]:
     """What was made of a recipe, what starts the gateway before it, and what undoes both."""
     start = [*made.files][-1:]
-    runs_both = {GATEWAY_LOG: "", RUN: run_script(places, start[0])} if start else {}
+    runs_both = {GATEWAY_LOG: "", RUN: made.run or run_script(places, start[0])} if start else {}
     undo = [*made.undo, *left_behind(recipe, places)] if start else []
     at = gateway_worker(recipe), gateway_host(recipe), recipe.gateway_port
     return {
@@ -171,7 +172,8 @@ def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: 
 
 def left_behind(recipe: Recipe, places: Places) -> list[str]:
     """Lines of `undo.sh` that say what stays of what vLLM ran with, and how to remove it."""
-    built, docker = recipe.kind in IN_IMAGES, recipe.program
+    built = recipe.kind in IN_IMAGES or (recipe.kind is RecipeKind.UNIT and bool(recipe.image))
+    docker = recipe.program
     left = {
         f"what was cached while the image was built: {docker} builder prune": built,
         f"the image {places.image}: {docker} image rm {places.image}": places.image,
@@ -188,7 +190,7 @@ def gateway_host(recipe: Recipe) -> str:
 
 def gateway_worker(recipe: Recipe) -> str:
     """The URL by which a gateway on this machine finds the vLLM."""
-    host = "127.0.0.1" if recipe.host in (*LOOPBACK, EVERYWHERE, "::") else recipe.host
+    host = "127.0.0.1" if recipe.host in ("localhost", EVERYWHERE, "::") else recipe.host
     return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
 
 

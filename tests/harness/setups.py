@@ -96,7 +96,9 @@ class Machine:
         enter = ["unshare", "--mount", "--pid", "--fork", "--net", "--kill-child", "sh", "-c", _ENTER, "sh", *places]
         inside = ["env", "-i", f"--chdir={folder}", *(f"{k}={v}" for k, v in self.environment.items()), *command]
         try:
-            done = subprocess.run([*enter, *inside], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                [*enter, *inside], capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+            )
         except subprocess.TimeoutExpired as error:
             return 124, f"{error.stdout}{error.stderr}"
         return done.returncode, done.stdout + done.stderr
@@ -145,7 +147,9 @@ def run_case(case: Path, scratch: Path, keep: Path | None = None) -> Result:
         result.words = "equal" if not (found := "; ".join(_differences(before, after))) else found
         left = {name for name, told in ours.tree().items() ^ theirs.tree().items()}
         kept = [each.name for each in (ours.upper / "var/stand-ins").rglob("*seamark*")]
-        result.trees = "equal" if not (left or kept) and undone[0] == 0 else f"{undone[0]}: {sorted([*left, *kept])[:6]}"
+        result.trees = (
+            "equal" if not (left or kept) and undone[0] == 0 else f"{undone[0]}: {sorted([*left, *kept])[:6]}"
+        )
         result.notes = {"alone": alone, "before": before, "started": started, "after": after, "undone": undone}
         if keep:
             (keep / case.name / "notes.json").write_text(json.dumps(result.notes, indent=1))
@@ -169,7 +173,7 @@ def _way(case: Path, told: Mapping[str, Any], machines: Sequence[Machine]) -> tu
             return path, ["docker", "compose", "-f", path, "up", "-d", *told.get("services", ())]
         case ".yaml" if "\nrecipe_version:" in text or text.startswith("recipe_version:"):
             return path, ["sh", "-c", f'cd {SPARK} && exec ./run-recipe.sh {path} "$@"', "sh"]
-        case ".yaml" if "\nmodel: \"" in text:
+        case ".yaml" if '\nmodel: "' in text:
             return path, ["vllm", "serve", "--config", path]
     return path, []
 
