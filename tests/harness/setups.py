@@ -51,8 +51,8 @@ class Result:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> str:
-        verdict = (self.said[1:2] if self.status == 0 else self.said[:1]) or [""]
-        kind = self.said[0].partition(" for ")[0] if self.status == 0 else "refused"
+        verdict = (self.said[1:2] if self.status < 2 else self.said[:1]) or [""]
+        kind = self.said[0].partition(" for ")[0] if self.status < 2 else "refused"
         return " | ".join([self.name, kind, verdict[0][:110], f"{self.status}/{self.doctor}", self.words, self.trees])
 
 
@@ -138,7 +138,7 @@ def run_case(case: Path, scratch: Path, keep: Path | None = None) -> Result:
             shutil.copytree(written, keep / case.name / "written", dirs_exist_ok=True)
     before = theirs.notes()
     ours.notes()
-    if status == 0 and way:
+    if (written / "run.sh").exists() and way:
         started = ours.run("sh", f"{OUT}/run.sh", *arguments)
         after = ours.notes()
         undone = ours.run("sh", f"{OUT}/undo.sh", folder=HOME)
@@ -149,6 +149,10 @@ def run_case(case: Path, scratch: Path, keep: Path | None = None) -> Result:
         result.notes = {"alone": alone, "before": before, "started": started, "after": after, "undone": undone}
         if keep:
             (keep / case.name / "notes.json").write_text(json.dumps(result.notes, indent=1))
+    elif status < 2:
+        undone = ours.run("sh", f"{OUT}/undo.sh", folder=HOME)
+        left = sorted(name for name in ours.tree() if "seamark" in name)
+        result.words, result.trees = "no worker's files", "equal" if not left and undone[0] == 0 else f"{undone}: {left}"
     return result
 
 
@@ -226,8 +230,8 @@ def main(argv: Sequence[str]) -> int:
         results = [run_case(each.resolve(), Path(scratch) / each.name, args.keep) for each in args.folders]
         print("\n".join(each.row() for each in results))
         subprocess.run(["umount", "--lazy", scratch], check=True)
-    taken = [each for each in results if each.status == 0]
-    fine = sum(each.words == each.trees == "equal" for each in taken)
+    taken = [each for each in results if each.status < 2]
+    fine = sum(each.trees == "equal" and each.words in ("equal", "no worker's files") for each in taken)
     print(f"{len(results)} ways: {len(results) - len(taken)} refused; of {len(taken)} taken {fine} as they were")
     return 0
 
