@@ -75,6 +75,8 @@ class Machine:
             self.program(self.place(each))
         for each, text in told.get("files", {}).items():
             self.file(self.place(each), text)
+        for each, name in told.get("installed", {}).items():
+            self.file(self.place(each), (case / name).read_text(), 0o755)
         self.environment = {"HOME": HOME, "USER": "me", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
         self.environment |= told.get("environment", {})
 
