@@ -7,21 +7,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxy.commands.recipe_text import (
-    MOST_FILLED,
-    MOST_LEVELS,
-    Tagged,
-    TextLoader,
-    Word,
-    field_of,
-    read_text,
-    read_yaml,
-)
+from proxy.commands.recipe_text import MOST_LEVELS, Tagged, TextLoader, field_of, fill_pattern, read_text, read_yaml
 from proxy.errors import SettingsError
 
 MOST_FILES = 100  # of a project, those that it includes and extends among them
@@ -29,99 +19,58 @@ NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.ya
 OVERRIDES = tuple(f"{name}.override.{end}" for name in ("compose", "docker-compose") for end in ("yml", "yaml"))
 _WHOLE = ("command", "entrypoint")  # a later file replaces them; it adds to all others
 
-_VARIABLE = re.compile(r"\$(?:(\$)|(?!\{|[A-Za-z_])|([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?=\}|:?[-?+])(:?[-?+])?)", re.ASCII)
 UNSET = re.compile("\ue000([^\ue001]*)\ue001")  # stands for a variable that is not set here
+_LITERAL = re.compile(r"\$(?:\$|(?![A-Za-z_{]))")
+_HIDDEN = {"$": "\ue002", "{": "\ue003", "}": "\ue004"}  # in what is filled in
+_SHOWN = str.maketrans({hidden: shown for shown, hidden in _HIDDEN.items()})
+
+# With no other one inside.
+_VARIABLE = re.compile(
+    r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:(:?[-?+])((?:[^${}]|\{(?:[^${}]|\{[^${}]*\})*\})*))?\})", re.ASCII
+)
 _ASSIGNED = re.compile(
     r"^[ \t]*(?:export[ \t]+)?([\w.-]+)[ \t]*=[ \t]*(?:'([^']*)'|\"((?:[^\"\\]|\\[^\0])*)\"|(.*?)(?:[ \t]#.*)?$)", re.M
 )
-_BRACED = r"\$\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"  # a variable, and those in its default
-_QUOTED = r"'([^']*)'|\"((?:[^\"\\]|\\.)*)\"|\\(.)"
-_WORD = re.compile(rf"(?:{_BRACED}|{_QUOTED}|[^\s'\"\\;&|<>])+", re.S)
-_UNQUOTED = re.compile(f"{_BRACED}|{_QUOTED}", re.S)
 
 
-@dataclass
-class Variables:
-    """Fills in what is known, as Compose does. A name that is not known is kept, as `UNSET` finds it."""
+def fill(value: Any, known: Mapping[str, str], source: str) -> Any:
+    """A value, all values in it with their variables filled in. One that is not set stays, as `UNSET` finds it."""
 
-    known: Mapping[str, str]
-    source: str
-    left: int = field(default=MOST_FILLED, init=False)
-
-    def fill(self, value: Any) -> Any:
-        """A value with all values in it."""
-        if isinstance(value, dict):
-            return {name: self.fill(each) for name, each in value.items()}
-        if isinstance(value, list):
-            return [self.fill(each) for each in value]
-        return self._text(value, MOST_LEVELS) if isinstance(value, str) else value
-
-    def _text(self, text: str, levels: int) -> str:
-        parts: list[str] = []
-        at = 0
-        while (dollar := text.find("$", at)) >= 0:
-            found = _VARIABLE.match(text, dollar) if levels else None
-            if found is None:
-                spelt = text[dollar : dollar + 30]
-                raise SettingsError(f"{self.source}: Compose refuses `{spelt}`: a $ that is the container's is $$")
-            parts.append(text[at:dollar])
-            at = found.end()
-            if found[3]:
-                end = _closing_brace(text, at)
-                parts.append(self._value(found[3], found[4] or "", text[at:end], levels - 1))
-                at = end + 1
-            else:
-                parts.append(self._value(found[2], "", "", levels) if found[2] else "$")
-            self.left -= len(parts[-1])
-            if self.left < 0:
-                raise SettingsError(f"{self.source}: its variables stand for more than {MOST_FILLED:,} characters")
-        return "".join([*parts, text[at:]])
-
-    def _value(self, name: str, operator: str, behind: str, levels: int) -> str:
-        value = self.known.get(name)
-        is_given = bool(value) if operator.startswith(":") else value is not None
+    def of(found: re.Match[str]) -> str:
+        name, operator, behind = found[1] or found[2], found[3] or "", found[4] or ""
+        told = known.get(name)
+        is_given = bool(told) if operator.startswith(":") else told is not None
         if operator.endswith("+" if is_given else "-"):
-            return self._text(behind, levels)
-        return "" if operator.endswith("+") else (value or "") if is_given else f"\ue000{name}\ue001"
+            return behind
+        text = "" if operator.endswith("+") else (told or "") if is_given else f"\ue000{name}\ue001"
+        return text.translate(str.maketrans(_HIDDEN))
 
-
-def _closing_brace(text: str, at: int) -> int:
-    """Where the braces of a variable end whose inside begins there; at the end of the text if they do not."""
-    depth = 1
-    for found in re.compile(r"[{}]").finditer(text, at):
-        depth += 1 if found[0] == "{" else -1
-        if not depth:
-            return found.start()
-    return len(text)
-
-
-def spelt_again(value: Any) -> Any:
-    """A value that is filled, as one that is to be filled."""
-    if isinstance(value, dict):
-        return {name: spelt_again(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [spelt_again(each) for each in value]
-    return UNSET.sub(r"${\1}", value.replace("$", "$$")) if isinstance(value, str) else value
-
-
-def words_in(text: str) -> list[Word]:
-    """The words of a command, as Compose splits it: up to a pipe or the like, which is no part of it."""
-    words: list[Word] = []
-    end = 0
-    while begin := re.compile(r"\S").search(text, end):
-        if (found := _WORD.match(text, begin.start())) is None:
-            if text[begin.start()] in ";&|<>":
+    def filled(text: str) -> str:
+        spelt = _LITERAL.sub(_HIDDEN["$"], text)
+        for _ in range(MOST_LEVELS):
+            before, (spelt,) = spelt, fill_pattern(_VARIABLE, of, [spelt], source)
+            if spelt == before:
                 break
-            raise SettingsError(f"a quote in the command `{text[:64]}` is not closed")
-        words.append(Word(found[0], _UNQUOTED.sub(_without_quotes, found[0])))
-        end = found.end()
-    return words
+        if "$" in spelt:
+            odd = spelt[spelt.index("$") :][:30].translate(_SHOWN)
+            raise SettingsError(f"{source}: Compose refuses `{odd}`: a $ that is the container's is $$")
+        return spelt.translate(_SHOWN)
+
+    return _each(value, filled)
 
 
-def _without_quotes(found: re.Match[str]) -> str:
-    if found.lastindex is None:
-        return found[0]  # a variable
-    return re.sub(r"\\(.)", r"\1", found[2], flags=re.S) if found[2] else found[1] or found[3] or ""
+def _spelt_again(value: Any) -> Any:
+    """A value that is filled, as one that is to be filled."""
+    return _each(value, lambda text: UNSET.sub(r"${\1}", text.replace("$", "$$")))
+
+
+def _each(value: Any, change: Callable[[str], str]) -> Any:
+    """A value with all texts in it changed."""
+    if isinstance(value, dict):
+        return {name: _each(inner, change) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_each(inner, change) for inner in value]
+    return change(value) if isinstance(value, str) else value
 
 
 class _Place(NamedTuple):
@@ -132,7 +81,10 @@ class _Place(NamedTuple):
     known: Mapping[str, str]
 
     def fill(self, value: Any) -> Any:
-        return Variables(self.known, str(self.path)).fill(value)
+        return fill(value, self.known, str(self.path))
+
+    def services(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        return {str(name): each for name, each in field_of(document, "services", dict, str(self.path)).items()}
 
 
 class Project:
@@ -149,7 +101,7 @@ class Project:
         services: dict[str, Any] = {}
         for place in (_Place(path, folder, known) for path in paths):
             for document in self._documents(place.path):
-                own = _services(document, place)
+                own = place.services(document)
                 extended = {name: self._extended(name, own, place) for name in own}
                 included = self._included(field_of(document, "include", list, str(place.path)), place)
                 services = _merged(services, {**included, **extended})
@@ -169,7 +121,7 @@ class Project:
             paths, env_files = (_paths(given.get(name), place.folder) for name in ("path", "env_file"))
             folder = place.folder / str(given.get("project_directory") or paths[0].parent)
             known = _known(folder, env_files, place.known)
-            services |= spelt_again(Variables(known, str(paths[0])).fill(self._merged_files(paths, folder, known)))
+            services |= _spelt_again(fill(self._merged_files(paths, folder, known), known, str(place.path)))
         return services
 
     def _extended(self, name: str, services: Mapping[str, Any], place: _Place, levels: int = 20) -> Any:
@@ -181,17 +133,14 @@ class Project:
         wanted = str(reference.get("service"))
         if file := reference.get("file"):
             path = place.folder / str(file)
-            place, services = place._replace(path=path, folder=path.parent), {}
-            for document in self._documents(path):
-                services |= _services(document, place)
+            place = place._replace(path=path, folder=path.parent)
+            services = {
+                each: said for document in self._documents(path) for each, said in place.services(document).items()
+            }
         if not levels or wanted not in services:
             why = "is not there" if levels else "extends itself"
             raise SettingsError(f"{place.path}: {name} extends {wanted}, which {why}")
         return _merged(_merged(None, self._extended(wanted, services, place, levels - 1)), own)
-
-
-def _services(document: Mapping[str, Any], place: _Place) -> dict[str, Any]:
-    return {str(name): each for name, each in field_of(document, "services", dict, str(place.path)).items()}
 
 
 def _merged(base: Any, over: Any) -> Any:
@@ -212,16 +161,14 @@ def _canonical(service: Any, place: _Place) -> Any:
     """A service whose fields of two spellings have one."""
     if not isinstance(service, dict):
         return service
-    service = dict(service)
-    if isinstance(given := service.get("environment"), list | dict):
-        pairs = given.items() if isinstance(given, dict) else (str(each).partition("=")[::2] for each in given)
-        bare = () if isinstance(given, dict) else given
-        service["environment"] = {
-            name: f"${{{name}-}}" if value is None or name in bare else value for name, value in pairs
-        }
-    if isinstance(given := service.get("env_file"), str | list):
-        service["env_file"] = [str(path) for path in _paths(place.fill(given), place.folder)]
-    return service
+    own, files = service.get("environment"), service.get("env_file")
+    if isinstance(own, list):
+        own = {name: value if equals else None for name, equals, value in (str(each).partition("=") for each in own)}
+    if isinstance(own, dict):  # a name alone is that of a variable here
+        own = {name: f"${{{name}-}}" if value is None else value for name, value in own.items()}
+    if isinstance(files, str | list):
+        files = [str(path) for path in _paths(place.fill(files), place.folder)]
+    return {**service, "environment": own, "env_file": files}
 
 
 def _paths(given: Any, folder: Path) -> list[Path]:
@@ -244,7 +191,7 @@ def env_file(path: Path, known: Mapping[str, str]) -> dict[str, str]:
     if path.is_file():
         for name, literal, quoted, plain in _ASSIGNED.findall(read_text(path, "replace")):
             text = re.sub(r"\\(.)", lambda escaped: {"n": "\n"}.get(escaped[1], escaped[1]), quoted) or plain.strip()
-            found[name] = literal or UNSET.sub("", Variables({**known, **found}, str(path)).fill(text))
+            found[name] = literal or UNSET.sub("", fill(text, {**known, **found}, str(path)))
     return found
 
 

@@ -16,7 +16,8 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from proxy.commands.recipe_line import LAUNCHER, DockerRun, ServeLine, behind_serve, how_to_say, serve_line, start_of
+from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, behind_serve, how_to_say, serve_line, start_of
+from proxy.commands.shell import Word
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 from proxy.http.json_body import loads
@@ -177,23 +178,27 @@ def port_in(text: object) -> int | None:
 def of_text(text: str, source: str, name: str) -> Recipe:
     """A script, or a line of one."""
     found = start_of(text, os.environ, source)
-    start = found.start
-    notes = [*_not_seen(found, text)]
-    if isinstance(found, ServeLine):
-        is_launched = any(word.value.endswith(LAUNCHER) for word in start.words[: start.behind])
+    if isinstance(found, Start):
+        is_launched = any(word.value.endswith(LAUNCHER) for word in found.command[: found.behind])
         kind = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND
-        arguments = [word.value for word in found.words]
-        return Recipe(kind, source, name, arguments, start.variables, text=text, python=start.python, notes=notes)
-    outside = {**os.environ, **start.variables}
+        arguments, notes = [word.value for word in found.words], [*_not_seen(found, found.words, text)]
+        return Recipe(kind, source, name, arguments, found.variables, text=text, python=found.python, notes=notes)
+    outside = {**os.environ, **found.start.variables}
     pairs = [each.partition("=") for each in found.given("-e", "--env")]
     environment = {name: value if is_set else outside.get(name, "") for name, is_set, value in pairs}
-    arguments, image = [word.value for word in found.serve.words], "" if found.image.unseen else found.image.value
+    arguments, notes = [word.value for word in found.serve.words], []
+    image = found.image.value
+    if found.image.unseen:
+        notes.append(f"the image is {image}, which is not seen here; the plugin is put into what that is then")
+        image = ""
+    notes += _not_seen(found.start, [*found.options, *found.serve.words], text)
     recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
     recipe = replace(recipe, program=found.program, notes=notes)
     if "host" in found.given("--network", "--net"):
         return recipe
     hiding, own = _may_publish(found), port_in(recipe.value("--port") or DEFAULT_PORT)
     if own and not hiding:
+        notes.append(f"it publishes no port; the one that is written here does: 127.0.0.1:{own}")
         return replace(recipe, listens=("127.0.0.1", own))
     found_at = (published(port, own) for port in found.given("-p", "--publish") if own)
     listens = next(filter(None, found_at), None)
@@ -208,18 +213,15 @@ def _may_publish(run: DockerRun) -> str:
     return ", ".join(given)
 
 
-def _not_seen(found: ServeLine | DockerRun, text: str) -> Iterator[str]:
+def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
     """What of the words is not seen here, and what depends on more than is read."""
-    words = [*found.words] if isinstance(found, ServeLine) else [*found.options, *found.serve.words]
     if unseen := dict.fromkeys(word.value for word in words if word.several):
         yield f"not seen here, and kept as it is: {', '.join(unseen)}"
-    if isinstance(found, DockerRun) and found.image.unseen:
-        yield f"the image is {found.image.value}, which is not seen here; the plugin is put into what that is then"
-    if sourced := found.start.script.sourced:
-        yield f"{', '.join(sourced)} is read by it, and what that sets is not seen here"
-    line = text[slice(*found.start.outer.place)]
-    for name in found.start.script.ambiguous:
-        if re.search(rf"\$\{{?{name}\b", line):
+    if start.script.sourced:
+        yield f"{', '.join(start.script.sourced)} is read by it, and what that sets is not seen here"
+    line = text[slice(*start.outer.place)]
+    for name in start.script.ambiguous:
+        if start.script.names[name] and re.search(rf"\$\{{?{name}\b", line):
             yield f"{name} depends on a condition in the script; what is said here is for the value that was read"
 
 
@@ -227,15 +229,15 @@ def serves(text: str) -> bool:
     return bool(SERVE.search(f" {text} "))
 
 
-def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
-    """Those of `vllm serve` in a container's words; `by_image`: an entrypoint that is not among them may start vLLM."""
+def inner_arguments(words: Sequence[str], source: str, known: Mapping[str, str] | None = None) -> list[str]:
+    """Those of `vllm serve` in a container's words, of which an entrypoint may start it. `known`: its variables."""
     if script := next(filter(serves, words), ""):
-        return [word.value for word in serve_line(script, source).words]
+        return [word.value for word in serve_line(script, source, known).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:
         raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
-    if not words or not by_image:
+    if not words:
         raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
     return list(words)
 

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 import yaml
 
 from proxy.commands import recipe as reading
-from proxy.commands.outlook import CACHING
+from proxy.commands.outlook import CACHING, DROPPED
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
-from proxy.commands.recipe_compose import ComposeService, words_of_field, words_of_service
-from proxy.commands.recipe_line import behind_serve
-from proxy.commands.recipe_text import Tagged, Word, as_lines
+from proxy.commands.recipe_compose import ComposeService, as_words
+from proxy.commands.recipe_text import Tagged, as_lines
 from proxy.commands.script_edits import (
     HERE,
     OWN_NAME,
@@ -32,7 +31,6 @@ from proxy.commands.script_edits import (
     shell_of,
     with_flags,
     with_image,
-    without_flags,
 )
 from proxy.errors import SettingsError
 
@@ -42,6 +40,14 @@ MOD = "mods/seamark"  # as make-mod.sh calls it
 IMAGE = "seamark-worker"  # ends in the service's or container's name, and what tells its folder from others
 LABEL = "seamark.setup"  # of containers that were started from it
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
+
+# The same in a text; and a shell's command.
+_WITHOUT = re.compile(
+    "|".join(
+        rf"\s+{flag.replace('-', '[-_]')}(?:[= ]\S+)?" if flag in DROPPED else rf"\s+{flag}" for flag in TAKEN_AWAY
+    )
+)
+_SHELL = re.compile(r"\s*(?:\S*/)?(?:ba|da|z)?sh\s(?:-\w+\s+)*-\w*c\s")
 
 
 class RecipeFiles(NamedTuple):
@@ -123,7 +129,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
         "dockerfile": "deploy/worker.Dockerfile",
         "args": {"VLLM_IMAGE": places.image or project.fields["image"]},
     }
-    service: dict[str, Any] = {"image": image, "build": build, **_words_of_service(recipe), "labels": {LABEL: image}}
+    service: dict[str, Any] = {"image": image, "build": build, **_command_of_service(recipe), "labels": {LABEL: image}}
     if not project.is_published:
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
     if "pull_policy" in project.fields:
@@ -145,36 +151,32 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     return _of_image({"compose.seamark.yaml": overlay, "start.sh": start}, image, again=f"{base} up -d {name}")
 
 
-def _words_of_service(recipe: Recipe) -> dict[str, Any]:
+def _command_of_service(recipe: Recipe) -> dict[str, Any]:
     """Entrypoint and command as the user has spelt them, for an image whose entrypoint gives what is needed.
 
     A command that is a shell's text keeps its shell, and is given the flags itself.
     """
-    fields = recipe.document.fields
-    is_list = not any(isinstance(fields.get(name), str) for name in ("entrypoint", "command"))
-
-    def spelt(words: Sequence[Word]) -> Any:
-        return [word.value for word in words] if is_list else " ".join(word.raw for word in words)
-
-    for name in ("entrypoint", "command"):
-        words = words_of_field(fields.get(name))
-        for number, word in enumerate(words):
-            if reading.serves(word.value):
-                text = with_flags(word.value, recipe)
-                return {name: spelt([*words[:number], Word(shlex.quote(text), text), *words[number + 1 :]])}
-    words = words_of_service(fields)
-    left = without_flags(_behind_serve(words, ()))
-    seen = {flag_name(word.value) for word in words}
-    if hidden := next((each for each in TAKEN_AWAY if recipe.has(each) and each not in seen), ""):
+    given = {name: recipe.document.fields.get(name) for name in ("entrypoint", "command")}
+    for name, each in given.items():
+        if isinstance(each, list) and any(reading.serves(str(text)) for text in each):
+            return {name: [with_flags(str(text), recipe) if reading.serves(str(text)) else text for text in each]}
+        if isinstance(each, str) and _SHELL.match(each):
+            return {name: with_flags(each, recipe)}
+    texts = [each if isinstance(each, str) else shlex.join(as_words(each)) for each in given.values() if each]
+    whole = f" {' '.join(texts)} "
+    found = reading.SERVE.search(whole)
+    text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
+    if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
         raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
-    command = {"command": spelt([*left, *(Word(each, each) for each in _host_of(recipe))])}
-    return {"entrypoint": WORKER, **command} if fields.get("entrypoint") else command
+    text = " ".join([text, *_host_of(recipe)])
+    command = text if any(isinstance(each, str) for each in given.values()) else shlex.split(text)
+    return {"entrypoint": WORKER, "command": command} if given["entrypoint"] else {"command": command}
 
 
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     image = image_of(recipe, places)
-    build = _build(places, "{}", image, recipe.program)
-    text = with_image(recipe, os.environ, image, LABEL, build, places.image)
+    build = _build(places, image, recipe.program)
+    text = with_image(recipe, os.environ, image, [f"--label={LABEL}={image}"], build, places.image)
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
     notes = ["end the container that runs now first: both want its name and its port", *_folder(recipe)]
@@ -182,55 +184,20 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
 
 
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
-    told = recipe.document
-    config, host = told["Config"], told["HostConfig"]
     image, theirs = image_of(recipe, places), shlex.quote(recipe.name)
-    entrypoint, command = _in_container(recipe, config.get("Entrypoint") or [], config.get("Cmd") or [])
-    options = [f"--name={image}", f"--label={LABEL}={image}", *_container_options(config, host)]
-    if entrypoint:
-        options.append(f"--entrypoint={entrypoint[0]}")
-        command = [*entrypoint[1:], *command]
-    words = [*map(shlex.quote, options), image, *map(shlex.quote, command)]
+    text = with_image(
+        recipe, {}, image, [f"--name={image}", f"--label={LABEL}={image}"], _build(places, image), places.image
+    )
+    build, _, run = text.partition("\n")
     start = script(
         "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
-        _build(places, places.image or shlex.quote(recipe.image), image),
+        build,
         _if_it_runs(places, f'[ "$(docker inspect --format "{{{{.State.Running}}}}" {theirs})" = true ]'),
         f"{_containers(image)} | xargs -r docker rm -f",
         f"docker stop {theirs}",
-        "exec docker run -d \\\n    " + " \\\n    ".join(words),
+        f"exec {run}",
     )
     return _of_image({"start.sh": start}, image, again=f"docker start {theirs}")
-
-
-def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
-    """What a container was started with, as far as `docker run` has a flag for it."""
-    options = [f"--env={each}" for each in config.get("Env") or () if not each.startswith("PATH=")]
-    options += [f"--volume={each}" for each in host.get("Binds") or ()]
-    for inside, places in (host.get("PortBindings") or {}).items():
-        for each in places or ():
-            address = f"{each['HostIp']}:" if each.get("HostIp") else ""
-            options.append(f"--publish={address}{each.get('HostPort', '')}:{inside}")
-    for flag, key, default in (
-        ("network", "NetworkMode", ("", "default", "bridge")),
-        ("ipc", "IpcMode", ("", "private", "shareable")),
-        ("runtime", "Runtime", ("", "runc")),
-        ("shm-size", "ShmSize", ("", 0, 67108864)),
-        ("memory", "Memory", ("", 0)),
-    ):
-        if (value := host.get(key, "")) not in default and value is not None:
-            options.append(f"--{flag}={value}")
-    options += [f"--ulimit={each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
-    options += [f"--device={each['PathOnHost']}" for each in host.get("Devices") or ()]
-    options += [f"--cap-add={each}" for each in host.get("CapAdd") or ()]
-    if host.get("Privileged"):
-        options.append("--privileged")
-    if (policy := (host.get("RestartPolicy") or {}).get("Name")) not in (None, "", "no"):
-        options.append(f"--restart={policy}")
-    for request in host.get("DeviceRequests") or ():
-        if any("gpu" in names for names in request.get("Capabilities") or ()):
-            ids = request.get("DeviceIDs")
-            options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
-    return options
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -283,25 +250,6 @@ def _in_environment(
     return RecipeFiles(files, [undo], [f"once, in vLLM's environment: {install}"])
 
 
-def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
-    """Entrypoint and command of a container whose image has the worker's entrypoint, which gives what is needed.
-
-    An empty entrypoint is that one. A command that is a shell's text keeps its shell, and is given the flags itself.
-    """
-    words, split = [*entrypoint, *command], len(entrypoint) or 1
-    for number, word in enumerate(words):
-        if number and reading.serves(word):
-            words[number] = with_flags(word, recipe)
-            return words[:split], words[split:]
-    left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
-    return [], [*(word.value for word in left), *_host_of(recipe)]
-
-
-def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
-    """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
-    return command[behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
-
-
 def _host_of(recipe: Recipe) -> list[str]:
     """vLLM alone listens to everybody, and the worker's command to its own machine."""
     return [] if recipe.has("--host") else ["--host", EVERYWHERE]
@@ -333,9 +281,10 @@ def _if_it_runs(places: Places, runs: str) -> str:
     return f"if {runs}; then echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}; fi"
 
 
-def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
-    root = shlex.quote(str(places.source))
-    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
+def _build(places: Places, image: str, program: str = "docker") -> str:
+    """Of the image that `{}` stands for."""
+    root = shlex.quote(str(places.source)).replace("{", "{{").replace("}", "}}")
+    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={{}} -t {image} {root} >&2"
 
 
 def script(purpose: str, *lines: str, text: str = "") -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +12,15 @@ from typing import Any
 
 from proxy.commands.recipe import (
     DOCKER_RUN,
-    EVERYWHERE,
     SERVE,
     Recipe,
     RecipeKind,
     environment_of,
-    inner_arguments,
     of_text,
-    port_in,
 )
 from proxy.commands.recipe_compose import of_compose, of_compose_line
 from proxy.commands.recipe_line import serve_line
 from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
-from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 
 
@@ -69,7 +66,7 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     field_of(document, "mods", list, source)
     known = environment_of(field_of(document, "env", dict, source))
     line = serve_line(command, source, known)
-    arguments, environment = [word.value for word in line.words], {**known, **line.start.variables}
+    arguments, environment = [word.value for word in line.words], {**known, **line.variables}
     builds = tuple(map(str, field_of(document, "build_args", list, source)))
     image = document["container"]
     return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
@@ -80,7 +77,7 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
     if told is None:
         raise SettingsError(f"{given} is no file, no command with `vllm serve`, and no container that Docker knows")
     try:
-        config, host = told["Config"], told["HostConfig"]
+        config = told["Config"]
         labels = config.get("Labels") or {}
         service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
         if service and files:
@@ -89,16 +86,40 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
                 there = ", ".join(missing)
                 raise SettingsError(f"the container {given} is of {there}, which is not here; give the compose file")
             return of_compose(paths, [service])
-        words = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
-        environment = environment_of(config.get("Env"))
-        name, image = str(told["Name"]).lstrip("/"), str(config["Image"])
-        ports = host.get("PortBindings") or {}
+        name, line = str(told["Name"]).lstrip("/"), _docker_run(config, told["HostConfig"])
     except (KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
-    arguments = inner_arguments(words, f"the container {given}", by_image=False)
-    recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
-    if host.get("NetworkMode") == "host":
-        return recipe
-    bound = ports.get(f"{recipe.value('--port') or DEFAULT_PORT}/tcp") or [{}]
-    where = bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT
-    return replace(recipe, listens=where)
+    return replace(of_text(line, f"the container {given}", name), kind=RecipeKind.CONTAINER)
+
+
+def _docker_run(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
+    """The line by which a container was started, as far as `docker run` has a flag for it."""
+    options = [f"--env={each}" for each in config.get("Env") or () if not each.startswith("PATH=")]
+    options += [f"--volume={each}" for each in host.get("Binds") or ()]
+    for inside, places in (host.get("PortBindings") or {}).items():
+        for each in places or ():
+            address = f"{each['HostIp']}:" if each.get("HostIp") else ""
+            options.append(f"--publish={address}{each.get('HostPort', '')}:{inside}")
+    for flag, key, default in (
+        ("network", "NetworkMode", ("", "default", "bridge")),
+        ("ipc", "IpcMode", ("", "private", "shareable")),
+        ("runtime", "Runtime", ("", "runc")),
+        ("shm-size", "ShmSize", ("", 0, 67108864)),
+        ("memory", "Memory", ("", 0)),
+    ):
+        if (value := host.get(key, "")) not in default and value is not None:
+            options.append(f"--{flag}={value}")
+    options += [f"--ulimit={each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
+    options += [f"--device={each['PathOnHost']}" for each in host.get("Devices") or ()]
+    options += [f"--cap-add={each}" for each in host.get("CapAdd") or ()]
+    if host.get("Privileged"):
+        options.append("--privileged")
+    if (policy := (host.get("RestartPolicy") or {}).get("Name")) not in (None, "", "no"):
+        options.append(f"--restart={policy}")
+    for request in host.get("DeviceRequests") or ():
+        if any("gpu" in names for names in request.get("Capabilities") or ()):
+            ids = request.get("DeviceIDs")
+            options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
+    entrypoint, *words = [*(config.get("Entrypoint") or ("",)), *(config.get("Cmd") or ())]
+    options += [f"--entrypoint={entrypoint}"] if entrypoint else []
+    return shlex.join(["docker", "run", "-d", *options, str(config["Image"]), *words])

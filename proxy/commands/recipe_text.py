@@ -25,11 +25,6 @@ MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
 
 
-class Word(NamedTuple):
-    raw: str  # as it is spelt
-    value: str  # without quotes; variables as they are
-
-
 def read_text(path: Path, errors: str = "strict") -> str:
     """A file's content. Raises `SettingsError` for one that is too large, or no text."""
     content = read_file("recipe", path)
@@ -131,10 +126,13 @@ def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
             raise SettingsError(f"{source}: `command:` wants {found[0]}, which `defaults:` has not")
         return str(values[found[2]])
 
-    return _fill(_PLACEHOLDER, value, [template], source)[0]
+    return fill_pattern(_PLACEHOLDER, value, [template], source)[0]
 
 
-def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str) -> list[str]:
+def fill_pattern(
+    what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str
+) -> list[str]:
+    """Texts with each match filled. Raises `SettingsError` where that is too much."""
     left = MOST_FILLED
 
     def bounded(found: re.Match[str]) -> str:

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
-from proxy.commands.recipe_line import LAUNCHER, DockerRun, ServeLine, serve_line, start_of
+from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
 from proxy.commands.shell import Command, Word
 from proxy.errors import SettingsError
 
@@ -56,6 +56,11 @@ class Edits:
     def replace(self, start: int, end: int, text: str) -> None:
         self._edits.add((start, end, text))
 
+    def cut_flags(self, words: Sequence[Word], names: Sequence[str] = TAKEN_AWAY) -> None:
+        """With their values."""
+        left = without_flags(words, names)
+        self.cut([word for word in words if word not in left])
+
     def cut(self, words: Sequence[Word]) -> None:
         """Raises `SettingsError` for a flag that something else than the script says."""
         for word in words:
@@ -81,45 +86,46 @@ def with_flags(text: str, recipe: Recipe, known: Mapping[str, str] | None = None
     edits = Edits(text, recipe.source)
     line = serve_line(text, recipe.source, known)
     _give(edits, line, recipe)
-    for word in line.start.words[: line.start.behind] if mod else ():
+    for word in line.command[: line.behind] if mod else ():
         if word.value.endswith(LAUNCHER):
             edits.put(word.place[1], f" --apply-mod {mod}")
     return edits.done()
 
 
-def _give(edits: Edits, line: ServeLine, recipe: Recipe) -> None:
+def _give(edits: Edits, line: Start, recipe: Recipe) -> None:
     """What is needed goes behind the last word, and what was taken away, out."""
     has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
     added = [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
-    left, start = without_flags(line.words), line.start
-    edits.cut([word for word in line.words if word not in left])
-    end = (line.words or start.words)[-1].place[1]
-    is_plain = not start.is_quoted and start.outer.place[0] <= end <= start.outer.place[1]
+    edits.cut_flags(line.words)
+    end = line.command[-1].place[1]
+    is_plain = not line.is_quoted and line.outer.place[0] <= end <= line.outer.place[1]
     edits.put(end, "".join(f" \\\n    {flag}" if is_plain else f" {flag}" for flag in added))
 
 
-def with_image(recipe: Recipe, known: Mapping[str, str], image: str, label: str, build: str, instead: str) -> str:
+def with_image(
+    recipe: Recipe, known: Mapping[str, str], image: str, options: Sequence[str], build: str, instead: str
+) -> str:
     """A script whose `docker run` has the image that `build` makes of the one it had, or of `instead`, just before."""
     text = recipe.text
     run = start_of(text, known, recipe.source)
     assert isinstance(run, DockerRun)  # noqa: S101  # as its recipe says
     edits = Edits(text, recipe.source)
-    options = [f"--label={label}={image}", *_published(run, recipe)]
+    options = [*options, *_published(run, recipe)]
+    edits.cut_flags(run.options, ("--pull",))
     if run.is_shell:
         _give(edits, run.serve, recipe)
         if not run.given("--entrypoint"):
             options.append(f"--entrypoint {run.arguments[0].value}")
             edits.cut(run.arguments[:1])
     else:
-        edits.cut([word for word in run.options if word not in without_flags(run.options, ("--entrypoint",))])
-        edits.cut(run.arguments[: run.skipped])
-        words = run.serve.words
-        edits.cut([word for word in words if word not in without_flags(words)])
+        edits.cut_flags(run.options, ("--entrypoint",))
+        edits.cut(run.arguments[: run.serve.behind])
+        edits.cut_flags(run.serve.words)
         if not recipe.has("--host"):  # vLLM alone listens to everybody, and the worker's command to its own machine
-            first, host = words[0], f"--host {EVERYWHERE}"
+            first, host = run.serve.words[0], f"--host {EVERYWHERE}"
             is_flag = first.value.startswith("-")
             edits.put(first.place[0] if is_flag else first.place[1], f"{host} " if is_flag else f" {host}")
-    edits.put(run.start.words[run.start.behind - 1].place[1], "".join(f" {option}" for option in options))
+    edits.put(run.start.command[run.start.behind - 1].place[1], "".join(f" {option}" for option in options))
     base = text[slice(*run.image.place)]
     if instead and "$" in base and text.count(run.image.value) == 1:
         at = text.index(run.image.value)

@@ -62,7 +62,7 @@ class Script:
         spans: Sequence[Span] | None = None,
         level: int = 0,
     ) -> None:
-        self._text, self._known, self._source, self._spans, self._level = text, known, source, spans, level
+        self._text, self.known, self.source, self._spans, self._level = text, known, source, spans, level
         self._at = self._start = self._depth = 0
         self._left = MOST_FILLED
         self._documents: list[str] = []  # by what ends them, from the next line on
@@ -79,14 +79,14 @@ class Script:
 
     def within(self, word: Word, known: Mapping[str, str]) -> Script:
         """The script that a word holds, for another shell."""
-        expanded = None if self._known is None else known
-        return Script(word.value, expanded, self._source, word.spans, self._level + 1)
+        expanded = None if self.known is None else known
+        return Script(word.value, expanded, self.source, word.spans, self._level + 1)
 
     def commands(self, close: str = "") -> Iterator[Command]:
         """In their order, with those of substitutions before. Raises `SettingsError` for what is not closed."""
         self._level += 1
         if self._level > MOST_LEVELS:
-            raise SettingsError(f"{self._source}: its brackets and quotes are too many inside each other")
+            raise SettingsError(f"{self.source}: its brackets and quotes are too many inside each other")
         text, before = self._text, "\n"
         while self._next() not in ("", close):
             if text[self._at] == "#":
@@ -162,7 +162,7 @@ class Script:
         return words
 
     def _set(self, name: str, plus: str, is_array: bool, value: list[Word], *, is_conditional: bool) -> None:
-        is_known = name in self.names or name in (self._known or {})
+        is_known = name in self.names or name in (self.known or {})
         old = self._held(name)
         if (
             is_conditional
@@ -265,8 +265,8 @@ class Script:
             self._start = begin
             if found[2] or (other.value and not operator) or (found[4] and not is_array):
                 return _Expansion(None, is_array, is_quoted)
-        words = self._held(name, self._span(start, self._at)) if self._known is not None else None
-        is_seen = self._known is not None and (words is not None or name not in self.names)
+        words = self._held(name, self._span(start, self._at)) if self.known is not None else None
+        is_seen = self.known is not None and (words is not None or name not in self.names)
         if operator in ("-", "=", "+") and is_seen:
             is_set = bool(words) and (not found[5] or any(word.value for word in words or ()))
             words = [other] if other and is_set == (operator == "+") else [] if operator == "+" else words
@@ -274,7 +274,7 @@ class Script:
                 self.names[name] = words
         self._left -= sum(len(word.value) for word in words or ())
         if self._left < 0:
-            raise SettingsError(f"{self._source}: what it is filled with has more than {MOST_FILLED:,} characters")
+            raise SettingsError(f"{self.source}: what it is filled with has more than {MOST_FILLED:,} characters")
         return _Expansion(words, is_array, is_quoted)
 
     def _held(self, name: str, span: Span = (0, 0)) -> Sequence[Word] | None:
@@ -282,7 +282,7 @@ class Script:
         if name in self.names:
             words = self.names[name]
             return None if words and [word.value for word in words] == [*words[0].unseen] else words
-        value = (self._known or {}).get(name)
+        value = (self.known or {}).get(name)
         return None if value is None else [Word(value, [span] * len(value), span)]
 
     def _character(self, start: int, end: int, char: str) -> Word:
@@ -301,7 +301,7 @@ class Script:
 
     def _not_closed(self) -> SettingsError:
         start = self._start
-        return SettingsError(f"{self._source}: a quote behind `{self._text[start : start + 30]}` is not closed")
+        return SettingsError(f"{self.source}: a quote behind `{self._text[start : start + 30]}` is not closed")
 
     def _line_end(self) -> int:
         return end if (end := self._text.find("\n", self._at)) >= 0 else len(self._text)
