@@ -41,6 +41,7 @@ class RecipeKind(StrEnum):
     COMMAND = "a command of vLLM"
     DOCKER = "a command of Docker"
     CONTAINER = "a container"
+    UNIT = "a systemd unit"
 
 
 @dataclass(frozen=True)
@@ -175,15 +176,15 @@ def port_in(text: object) -> int | None:
     return int(digits) if re.fullmatch(r"\d{1,5}", digits, re.ASCII) and 0 < int(digits) < 65536 else None
 
 
-def of_text(text: str, source: str, name: str) -> Recipe:
-    """A script, or a line of one."""
-    found = start_of(text, os.environ, source)
+def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.environ) -> Recipe:
+    """A script, or a line of one. `known`: the variables that it is given."""
+    found = start_of(text, known, source)
     if isinstance(found, Start):
         is_launched = any(word.value.endswith(LAUNCHER) for word in found.command[: found.behind])
         kind = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND
         arguments, notes = [word.value for word in found.words], [*_not_seen(found, found.words, text)]
         return Recipe(kind, source, name, arguments, found.variables, text=text, python=found.python, notes=notes)
-    outside = {**os.environ, **found.start.variables}
+    outside = {**known, **found.start.variables}
     pairs = [each.partition("=") for each in found.given("-e", "--env")]
     environment = {name: value if is_set else outside.get(name, "") for name, is_set, value in pairs}
     arguments, notes = [word.value for word in found.serve.words], []

@@ -13,16 +13,19 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from proxy.commands import recipe as reading
+from proxy.commands import unit_files
 from proxy.commands.outlook import CACHING, DROPPED
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
 from proxy.commands.recipe_compose import ComposeService, as_words
 from proxy.commands.recipe_text import Tagged, as_lines
+from proxy.commands.recipe_unit import DROP_IN, Unit
 from proxy.commands.script_edits import (
     HERE,
     OWN_NAME,
@@ -53,9 +56,10 @@ _SHELL = re.compile(r"\s*(?:\S*/)?(?:ba|da|z)?sh\s(?:-\w+\s+)*-\w*c\s")
 class RecipeFiles(NamedTuple):
     """Texts of files by their names, and what the user does with them."""
 
-    files: Mapping[str, str]  # the last one starts vLLM
+    files: Mapping[str, str]  # the last one starts vLLM, unless `run` does
     undo: Sequence[str] = ()  # commands that take back what the files do elsewhere
     notes: Sequence[str] = ()
+    run: str = ""  # a script in place of the one that runs vLLM and the gateway in a terminal
 
 
 class Places(NamedTuple):
@@ -176,10 +180,13 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     image = image_of(recipe, places)
     build = _build(places, image, recipe.program)
-    text = with_image(recipe, os.environ, image, [f"--label={LABEL}={image}"], build, places.image)
+    if is_unit := isinstance(recipe.document, Unit):  # for which it is built before
+        build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
+    text = with_image(recipe, _outside(recipe), image, [f"--label={LABEL}={image}"], build, places.image)
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
-    notes = ["end the container that runs now first: both want its name and its port", *_folder(recipe)]
+    ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
+    notes = [*ended, *_folder(recipe)]
     return _of_image({"start.sh": start}, image, recipe.program, notes=notes)
 
 
@@ -201,10 +208,43 @@ def _container(recipe: Recipe, places: Places) -> RecipeFiles:
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
-    text = with_flags(recipe.text, recipe, os.environ)
+    text = with_flags(recipe.text, recipe, _outside(recipe))
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
     made = _in_environment(places, {}, purpose, *_own_name(recipe, text), text=elsewhere(text), python=recipe.python)
     return made._replace(notes=[*made.notes, *_folder(recipe)])
+
+
+def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
+    """A drop-in with the command that hits, or with a script where it is one, or a container that has to be built."""
+    unit: Unit = recipe.document
+    inner = replace(recipe, kind=unit.kind, source=unit.script or recipe.source)
+    made = _WRITERS[unit.kind](inner, places)
+    is_plain = unit.kind is RecipeKind.COMMAND and not unit.script
+    line = with_flags(unit_files.command_line(unit), recipe) if is_plain else ""
+    gateway = (places.source / "deploy/systemd/seamark-gateway.service").read_text()
+    files = {} if is_plain else {unit_files.SCRIPT: [*made.files.values()][-1]}
+    files |= {DROP_IN: unit_files.drop_in(unit, line)}
+    files |= {unit_files.GATEWAY_UNIT: unit_files.gateway_unit(gateway, unit, places.out / "seamark.toml")}
+    install, notes, undo = pip_install(recipe.python, places.source), made.notes, made.undo
+    first = [*unit_files.places(unit), f"cd {shlex.quote(str(places.out))}"]
+    if recipe.image:
+        base = places.image or recipe.image
+        first.append(f"$sudo {_build(places, image_of(recipe, places), recipe.program).format(base)}")
+    elif recipe.python.startswith("/"):
+        first += unit_files.plugin_lines(recipe.python, install, LIST)
+        notes = [f"run.sh puts the plugin into vLLM's environment, if it is not there: {install}"]
+        undo = unit_files.undo_plugin_lines(recipe.python, LIST)
+    run = script(
+        f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
+        *first,
+        *unit_files.install_lines(unit, LIST, RAN, has_script=not is_plain),
+    )
+    return RecipeFiles(files, [*unit_files.places(unit), *undo, *unit_files.undo_lines(unit, LIST, RAN)], notes, run)
+
+
+def _outside(recipe: Recipe) -> Mapping[str, str]:
+    """The variables that its text is given."""
+    return recipe.document.known if isinstance(recipe.document, Unit) else os.environ
 
 
 def _own_name(recipe: Recipe, text: str) -> list[str]:
@@ -334,4 +374,5 @@ _WRITERS = {
     RecipeKind.COMMAND: _command,
     RecipeKind.DOCKER: _docker,
     RecipeKind.CONTAINER: _container,
+    RecipeKind.UNIT: _unit,
 }

@@ -21,6 +21,7 @@ from proxy.commands.recipe import (
 from proxy.commands.recipe_compose import of_compose, of_compose_line
 from proxy.commands.recipe_line import serve_line
 from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
+from proxy.commands.recipe_unit import of_unit, unit_file
 from proxy.errors import SettingsError
 
 
@@ -29,13 +30,20 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     if SERVE.search(f" {given} ") or DOCKER_RUN.search(given):
         return of_text(given, "the command", "")
     path = Path(os.path.expanduser(given))
-    if not os.path.exists(path) and re.match(r"(?:sudo\s+)?docker(?:-|\s+)compose(?:\s|$)", given):
+    if not os.path.exists(path) and re.match(r"(?:sudo\s+)?(?:\S*/)?docker(?:-|\s+)compose(?:\s|$)", given):
         return of_compose_line(given)
     if os.path.isdir(path):  # which takes any name, as long ones
         raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
+    if (unit := unit_file(str(path))) is not None:
+        return of_unit(unit, path.name)
     if not os.path.isfile(path):
         return _of_container(given, inspect)
     text = read_text(path)
+    if re.search(r"^\[Service\]\s", text, re.M) and not text.startswith("#!"):
+        return of_unit(path, f"{path.stem}.service")
+    if re.search(r"^\[Container\]\s", text, re.M):
+        cure = "give what it runs in quotes: podman run IMAGE FLAGS"
+        raise SettingsError(f"{given} is a Quadlet of Podman, which is not read; {cure}")
     if path.suffix not in (".yaml", ".yml"):
         return of_text(text, str(path), path.stem)
     documents = read_yaml(text, given)

@@ -153,7 +153,7 @@ def _checkout(given: Path | None) -> Path:
 def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: bool) -> dict[str, str]:
     """What was made of a recipe, what starts the gateway before it, and what undoes both."""
     start = [*made.files][-1:]
-    runs_both = {GATEWAY_LOG: "", RUN: run_script(places, start[0])} if start else {}
+    runs_both = {GATEWAY_LOG: "", RUN: made.run or run_script(places, start[0])} if start else {}
     undo = [*made.undo, *left_behind(recipe, places)] if start else []
     at = gateway_worker(recipe), gateway_host(recipe), recipe.gateway_port
     return {
@@ -188,7 +188,7 @@ def gateway_host(recipe: Recipe) -> str:
 
 def gateway_worker(recipe: Recipe) -> str:
     """The URL by which a gateway on this machine finds the vLLM."""
-    host = "127.0.0.1" if recipe.host in (*LOOPBACK, EVERYWHERE, "::") else recipe.host
+    host = "127.0.0.1" if recipe.host in ("localhost", EVERYWHERE, "::") else recipe.host
     return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
 
 
