@@ -26,8 +26,6 @@ from proxy.printable import printable
 from proxy.version import DISTRIBUTION
 
 SETTINGS = "seamark.toml"
-IN_IMAGES = (RecipeKind.COMPOSE, RecipeKind.DOCKER, RecipeKind.CONTAINER)  # Seamark's plugin is put into one
-
 EXIT_STATUSES = (
     "Exit status: 0: with these files requests will hit; 1: they will not, or that depends on what does not show from "
     "here; 2: the recipe cannot be read, or nothing can be written."
@@ -56,8 +54,9 @@ def main(argv: list[str]) -> int:
         out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
         places = Places(out, _checkout(args.source), spark, seen.image)
         after = outlook(replace(recipe, image=seen.image)) if seen.image else seen
-        made = RecipeFiles({}) if after.hits is False or after.alone else files_of(recipe, places)
-        files = gateway_files(recipe, made, places, shadow=after.hits is False) if seen.starts else {}
+        waits = after.hits is False or bool(seen.image and not after.hits)  # for a change that is the user's
+        made = RecipeFiles({}) if waits or after.alone else files_of(recipe, places)
+        files = gateway_files(recipe, made, places, shadow=waits) if seen.starts else {}
         if files:
             _write(places.out, files, args.force)
     except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
@@ -172,8 +171,7 @@ def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: 
 
 def left_behind(recipe: Recipe, places: Places) -> list[str]:
     """Lines of `undo.sh` that say what stays of what vLLM ran with, and how to remove it."""
-    built = recipe.kind in IN_IMAGES or (recipe.kind is RecipeKind.UNIT and bool(recipe.image))
-    docker = recipe.program
+    built, docker = bool(recipe.image) and recipe.kind is not RecipeKind.SPARK, recipe.program
     left = {
         f"what was cached while the image was built: {docker} builder prune": built,
         f"the image {places.image}: {docker} image rm {places.image}": places.image,
