@@ -19,8 +19,8 @@ TAKEN_AWAY = (*DROPPED, NO_CACHING)
 OWN_NAME = "SEAMARK_OF"  # in place of $0, which is another file's name now
 # Names by which a script finds files beside it; what is quoted is not meant.
 _OWN_NAME = re.compile(r"'[^']*'|\\.|\$(?:0\b|BASH_SOURCE\b|\{(?:0|BASH_SOURCE(?:\[0\])?)(?=[}%#:/@^,-]))", re.S)
-# Names of files by the folder that a script is run in.
-HERE = re.compile(r"(?<![\w/$}.])\.{1,2}(?=[\s/\"']|$)|\$\{?PWD\b|\$\(pwd\)|`pwd`", re.M)
+# Names of files by the folder that a script is run in, but in a comment.
+HERE = re.compile(r"^(?!\s*#).*(?:(?<![^\s\"'=:])\.{1,2}/|\$\{?PWD\b|\$\(pwd\)|build\s.*\s\.(?:\s|$))", re.M)
 
 
 class _Valued(Protocol):
