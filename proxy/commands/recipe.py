@@ -1,7 +1,8 @@
 """How somebody runs vLLM, read from what they run it by: nothing that it says has to be asked, and none of it is lost.
 
 A recipe of spark-vllm-docker, a compose file, a systemd unit, vLLM's own configuration file, a script or a line with
-`vllm serve` or `docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is written again.
+`vllm serve` or `docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is
+written again.
 """
 
 from __future__ import annotations
