@@ -178,7 +178,7 @@ def fork_signs(recipe: Recipe) -> list[str]:
 
 def _release(recipe: Recipe, without: str = "") -> str:
     """What to do for a vLLM that the plugin knows. `without`: flags."""
-    way = FoundWay(_WAYS.get(recipe.kind, Way.PIP), recipe.name, recipe.image)
+    way = FoundWay(_WAYS.get(recipe.kind, Way.DOCKER if recipe.image else Way.PIP), recipe.name, recipe.image)
     return f"take vLLM {RELEASE}{without}: {release_line(way, recipe.python)}"
 
 
