@@ -1,7 +1,8 @@
 """How somebody runs vLLM, read from what they run it by: nothing that it says has to be asked, and none of it is lost.
 
-A recipe of spark-vllm-docker, a compose file, vLLM's own configuration file, a script or a line with `vllm serve` or
-`docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is written again.
+A recipe of spark-vllm-docker, a compose file, a systemd unit, vLLM's own configuration file, a script or a line with
+`vllm serve` or `docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is
+written again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -222,7 +224,8 @@ def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
         yield f"{', '.join(start.script.sourced)} is read by it, and what that sets is not seen here"
     line = text[slice(*start.outer.place)]
     for name in start.script.ambiguous:
-        if start.script.names[name] and re.search(rf"\$\{{?{name}\b", line):
+        is_named = any(name in each for each in unseen)
+        if start.script.names[name] and not is_named and re.search(rf"\$\{{?{name}\b", line):
             yield f"{name} depends on a condition in the script; what is said here is for the value that was read"
 
 
@@ -233,14 +236,16 @@ def serves(text: str) -> bool:
 def inner_arguments(words: Sequence[str], source: str, known: Mapping[str, str] | None = None) -> list[str]:
     """Those of `vllm serve` in a container's words, of which an entrypoint may start it. `known`: its variables."""
     if script := next(filter(serves, words), ""):
-        return [word.value for word in serve_line(script, source, known).words]
+        given = words[words.index(script) + 2 :]  # behind its $0
+        text = script.replace('"$@"', shlex.join(given))
+        return [word.value for word in serve_line(text, source, known).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:
         raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
     if not words:
         raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
-    return list(words)
+    return list(words[words[0] == "serve" :])
 
 
 def environment_of(given: Any) -> dict[str, str]:

@@ -55,9 +55,12 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     filled = {name: fill(_of_interest(each), project.known, source) for name, each in project.services.items()}
     asked = [name for name in filled if name in wanted]
     found = asked if len(asked) == 1 else [name for name in asked or filled if _runs_vllm(name, filled[name])]
+    if len(found) > 1 and not asked:  # a plain `up` starts those without a profile
+        found = [name for name in found if not project.services[name].get("profiles")] or found
     command = ["docker", "compose", *options, *(word for path in project.paths for word in ("-f", str(path.resolve())))]
     if len(found) != 1:
-        several = f"{len(found)} services with vLLM ({', '.join(found)})" if found else "no service that runs vLLM"
+        some = f"{', '.join(found[:5])}{', ...' if found[5:] else ''}"
+        several = f"{len(found)} services with vLLM ({some})" if found else "no service that runs vLLM"
         cure = f'; setup takes one: seamark setup "{shlex.join(command)} up NAME"'
         raise SettingsError(f"{source}: {several}{cure if found else ''}")
     (name,) = found
@@ -78,6 +81,8 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     unset = dict.fromkeys(UNSET.findall("\n".join(arguments)))
     notes = [f"{each} is not set here, and what is in it not seen" for each in unset]
     notes += [f"{path} is merged in, as Compose does" for path in project.paths[1:]]
+    if not (listens or shares_network):
+        notes.append(f"it publishes no port of vLLM's own {recipe.port}; these files do, at 127.0.0.1 for the gateway")
     place = ComposeService(command, project.services[name], shares_network or listens is not None)
     own_place = None if shares_network else listens or ("127.0.0.1", recipe.port)
     return replace(recipe, listens=own_place, notes=notes, document=place)
@@ -85,7 +90,11 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
 
 def _arguments(service: Mapping[str, Any], environment: Mapping[str, str], where: str) -> list[str]:
     """Those of `vllm serve`, with the container's variables, as far as they are seen."""
-    arguments = inner_arguments(words_of_service(service), where, environment)
+    words = words_of_service(service)
+    arguments = inner_arguments(words, where, environment)
+    is_program = re.search(r"(?:^|/)(?:ba|da)?sh$|\.(?:sh|py)$", "".join(words[:1])) or service.get("entrypoint")
+    if arguments == words and is_program:
+        raise SettingsError(f"{where}: what {words[0]} starts is not seen here; write `vllm serve MODEL` and its flags")
     with suppress(SettingsError):  # for what only a shell knows
         arguments = [
             each if UNSET.search(each) else UNSET.sub(r"${\1}", fill(each, environment, where)) for each in arguments

@@ -163,12 +163,14 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
     given = {name: recipe.document.fields.get(name) for name in ("entrypoint", "command")}
     for name, each in given.items():
         if isinstance(each, list) and any(reading.serves(str(text)) for text in each):
-            return {name: [with_flags(str(text), recipe) if reading.serves(str(text)) else text for text in each]}
+            words = [with_flags(str(text), recipe) if reading.serves(str(text)) else text for text in each]
+            return {name: words} if given["entrypoint"] else {"entrypoint": words[:1], "command": words[1:]}
         if isinstance(each, str) and _SHELL.match(each):
-            return {name: with_flags(each, recipe)}
+            shell, text = with_flags(each, recipe).split(maxsplit=1)
+            return {name: f"{shell} {text}"} if given["entrypoint"] else {"entrypoint": shell, "command": text}
     texts = [each if isinstance(each, str) else shlex.join(as_words(each)) for each in given.values() if each]
     whole = f" {' '.join(texts)} "
-    found = reading.SERVE.search(whole)
+    found = reading.SERVE.search(whole) or re.match(r"\s+serve(?=\s)", whole)
     text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
     if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
         raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
@@ -186,6 +188,8 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
     ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
+    if re.search(r"\b(?:docker|podman)\s+(?:container\s+)?(?:rm|stop|kill)\b", recipe.text):
+        ended.append("the image is built behind the line that ends the container: some minutes, at the first start")
     notes = [*ended, *_folder(recipe)]
     return _of_image({"start.sh": start}, image, recipe.program, notes=notes)
 
@@ -217,7 +221,7 @@ def _command(recipe: Recipe, places: Places) -> RecipeFiles:
 def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     """A drop-in with the command that hits, or with a script where it is one, or a container that has to be built."""
     unit: Unit = recipe.document
-    inner = replace(recipe, kind=unit.kind, source=unit.script or recipe.source)
+    inner = replace(recipe, kind=unit.kind, source=str(unit.script_path))
     made = _WRITERS[unit.kind](inner, places)
     is_plain = unit.kind is RecipeKind.COMMAND and not unit.script
     line = with_flags(unit_files.command_line(unit), recipe) if is_plain else ""
@@ -225,21 +229,22 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     files = {} if is_plain else {unit_files.SCRIPT: [*made.files.values()][-1]}
     files |= {DROP_IN: unit_files.drop_in(unit, line)}
     files |= {unit_files.GATEWAY_UNIT: unit_files.gateway_unit(gateway, unit, places.out / "seamark.toml")}
-    install, notes, undo = pip_install(recipe.python, places.source), made.notes, made.undo
+    install, notes, undo = pip_install(recipe.python, places.source), made.notes, unit_files.undo_lines(unit, LIST, RAN)
     first = [*unit_files.places(unit), f"cd {shlex.quote(str(places.out))}"]
-    if recipe.image:
-        base = places.image or recipe.image
-        first.append(f"$sudo {_build(places, image_of(recipe, places), recipe.program).format(base)}")
+    if unit.kind is RecipeKind.DOCKER:
+        build = _build(places, image_of(recipe, places), recipe.program)
+        first += [f"$sudo {build.format(base)}" for base in (places.image or recipe.image,) if base]
+        undo = [*undo, *made.undo]
     elif recipe.python.startswith("/"):
         first += unit_files.plugin_lines(recipe.python, install, LIST)
         notes = [f"run.sh puts the plugin into vLLM's environment, if it is not there: {install}"]
-        undo = unit_files.undo_plugin_lines(recipe.python, LIST)
+        undo = [*unit_files.undo_plugin_lines(recipe.python, LIST), *undo]
     run = script(
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
         *first,
         *unit_files.install_lines(unit, LIST, RAN, has_script=not is_plain),
     )
-    return RecipeFiles(files, [*unit_files.places(unit), *undo, *unit_files.undo_lines(unit, LIST, RAN)], notes, run)
+    return RecipeFiles(files, [*unit_files.places(unit), *undo], notes, run)
 
 
 def _outside(recipe: Recipe) -> Mapping[str, str]:
@@ -312,7 +317,7 @@ def _of_image(
     undo = [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
     if again:
         undo.append(f"if grep -qx '{RAN}' {LIST}; then {again} || true; fi")
-    check = f"docker run --rm --entrypoint sh {image} -c 'python3 -m engine_patches patches --check'"
+    check = f"{program} run --rm --entrypoint sh {image} -c 'python3 -m engine_patches patches --check'"
     return RecipeFiles(files, undo, [*notes, f"whether the plugin knows its vLLM: {check}"])
 
 

@@ -35,7 +35,8 @@ class Unit(NamedTuple):
     prefix: str  # of the command, such as `-`
     command: str  # as it is spelt
     kind: RecipeKind  # of what it starts
-    script: str  # that it starts; empty: a command
+    script: str  # that it starts, as it is spelt; empty: a command
+    script_path: Path
     user: str
     is_of_user: bool  # of a user's own manager
     known: Mapping[str, str]  # variables
@@ -80,17 +81,22 @@ def of_unit(path: Path, name: str) -> Recipe:
     notes = [f"{each} cannot be read here, and what it sets is not seen" for each in missing]
     notes += [f"{each} is read with it" for each in drop_ins]
     outside = {**(os.environ if missing else {}), **known}
-    text, script = specified(command).replace("$$", "$"), ""
+    text, script, path_of_it = specified(command).replace("$$", "$"), "", path
     if not _STARTS.search(f"{text} "):
-        script = _script(text, settings.get("Service.WorkingDirectory", [""])[-1], source)
-        text = read_text(Path(script))
+        folder = specified(settings.get("Service.WorkingDirectory", [""])[-1]).lstrip("-")
+        script, command = _script(text, folder, source), specified(command)
+        path_of_it = Path(folder, script).absolute()
+        text = read_text(path_of_it)
     inner = of_text(text, source, path.stem, outside)
     if odd := re.search(r"%\w", inner.model):
         raise SettingsError(f"{source}: the model has systemd's {odd[0]}, which is not seen here; write it out")
     is_of_user = path.resolve().is_relative_to(os.path.expanduser(USER_UNITS))
-    unit = Unit(name, path.resolve(), prefix, command, inner.kind, script, user, is_of_user, outside)
+    unit = Unit(name, path.resolve(), prefix, command, inner.kind, script, path_of_it, user, is_of_user, outside)
     own = {**known, **inner.environment} if inner.kind is RecipeKind.COMMAND else inner.environment
-    return replace(inner, kind=RecipeKind.UNIT, environment=own, document=unit, notes=[*inner.notes, *notes])
+    program = re.sub(r"\S*/", "", inner.program)
+    return replace(
+        inner, kind=RecipeKind.UNIT, program=program, environment=own, document=unit, notes=[*inner.notes, *notes]
+    )
 
 
 def _drop_ins(path: Path, name: str) -> list[Path]:
@@ -162,7 +168,6 @@ def _script(command: str, folder: str, source: str) -> str:
     words: list[str] = []
     with suppress(ValueError):
         words = [word for word in shlex.split(command) if "/" in word and not re.search(r"/(?:ba|da)?sh$|/env$", word)]
-    path = os.path.join(folder, words[0]) if words else ""
-    if not os.path.isfile(path):
+    if not words or not os.path.isfile(os.path.join(folder, words[0])):
         raise SettingsError(f"{source}: it starts `{command[:64]}`, which is not here; give what that runs, the script")
-    return path
+    return words[0]

@@ -10,7 +10,7 @@ from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
 from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
-from proxy.commands.shell import Command, Word
+from proxy.commands.shell import ShellCommand, Word
 from proxy.errors import SettingsError
 
 # Not to be given to what serves in their place, which has them by itself or has no use for them.
@@ -19,8 +19,8 @@ TAKEN_AWAY = (*DROPPED, NO_CACHING)
 OWN_NAME = "SEAMARK_OF"  # in place of $0, which is another file's name now
 # Names by which a script finds files beside it; what is quoted is not meant.
 _OWN_NAME = re.compile(r"'[^']*'|\\.|\$(?:0\b|BASH_SOURCE\b|\{(?:0|BASH_SOURCE(?:\[0\])?)(?=[}%#:/@^,-]))", re.S)
-# Names of files by the folder that a script is run in.
-HERE = re.compile(r"(?<![\w/$}.])\.{1,2}(?=[\s/\"']|$)|\$\{?PWD\b|\$\(pwd\)|`pwd`", re.M)
+# Names of files by the folder that a script is run in, but in a comment.
+HERE = re.compile(r"^(?!\s*#).*(?:(?<![^\s\"'=:])\.{1,2}/|\$\{?PWD\b|\$\(pwd\)|build\s.*\s\.(?:\s|$))", re.M)
 
 
 class _Valued(Protocol):
@@ -148,7 +148,7 @@ def _published(run: DockerRun, recipe: Recipe) -> Iterator[str]:
         yield f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"
 
 
-def _before(edits: Edits, command: Command, build: str, text: str) -> None:
+def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:
     """What comes before a command, and has to have worked."""
     start, end = command.place
     if command.before == "&&":

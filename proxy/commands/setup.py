@@ -37,8 +37,9 @@ RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.lo
 def main(argv: list[str]) -> int:
     what = "write the files to start Seamark with, and to undo that"
     parser = Parser(prog="seamark setup", description=what, epilog=EXIT_STATUSES)
-    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
-    how += "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked"
+    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a systemd unit, a script, a line with "
+    how += "`vllm serve`, `docker run` or `docker compose` in quotes, or a container's name; "
+    how += "it is taken as it is, and nothing is asked"
     parser.add_argument("recipe", metavar="RECIPE", help=how)
     folder = "folder for the files (default %(default)s)"
     parser.add_argument("--out", type=Path, metavar="DIR", default="seamark-setup", help=folder)

@@ -38,10 +38,11 @@ def drop_in(unit: Unit, line: str) -> str:
 def gateway_unit(product: str, unit: Unit, settings: Path) -> str:
     """`product`: the unit that Seamark comes with. It starts and is wanted where vLLM's unit is."""
     text = product[product.index("[Unit]") :]
-    user = gateway_user(unit)
+    user, place = gateway_user(unit), str(settings).replace("%", "%%")
+    config = _spelt(str(settings)) if unit.is_of_user else f"${{CREDENTIALS_DIRECTORY}}/{settings.name}"
     own = {
         "After": f"network-online.target {unit.name}",
-        "ExecStart": f"{_spelt(sys.executable)} -m proxy.cli serve --config ${{CREDENTIALS_DIRECTORY}}/{settings.name}",
+        "ExecStart": f"{_spelt(sys.executable)} -m proxy.cli serve --config {config}",
         "DynamicUser": f"no\nUser={user}" if user else "yes",
         "ProtectHome": "read-only",
         "WantedBy": unit.name,
@@ -51,8 +52,8 @@ def gateway_unit(product: str, unit: Unit, settings: Path) -> str:
     for name, value in own.items():
         text = re.sub(rf"(?m)^{name}=.*$", lambda found: f"{found[0].partition('=')[0]}={value}", text)  # noqa: B023
     kept = [line for line in text.splitlines() if not re.match(r"#|Environment|Documentation", line)]
-    credential = f"LoadCredential={settings.name}:{_spelt(str(settings))}"
-    kept.insert(kept.index("[Service]") + 1, credential)
+    credential = [] if unit.is_of_user else [f"LoadCredential={settings.name}:{place}"]  # which its user need not read
+    kept[kept.index("[Service]") + 1 : 0] = credential
     return "\n".join([f"# The gateway before {unit.name}.", *kept, ""])
 
 
@@ -82,8 +83,10 @@ def undo_plugin_lines(python: str, listed: str) -> list[str]:
 def install_lines(unit: Unit, listed: str, ran: str, *, has_script: bool) -> list[str]:
     """In a folder with the list of files `listed`; `ran`: a line of that if the unit did before."""
     name, journal = shlex.quote(unit.name), _systemctl(unit).replace("systemctl", "journalctl")
-    of_user = f"-o {shlex.quote(unit.user)} " if unit.user else ""
-    script = [f'$sudo install -D -m 700 {of_user}{SCRIPT} "$units"/{name}.d/{SCRIPT}'] if has_script else []
+    place = f'"$units"/{name}.d/{SCRIPT}'
+    script = [f"$sudo install -D -m 755 {SCRIPT} {place}"] if has_script else []
+    if unit.script:  # whose owner and mode it gets
+        script += [f"$sudo cp -p {shlex.quote(str(unit.script_path))} {place}", f"$sudo cp {SCRIPT} {place}"]
     return [
         f'if [ -e "$units"/{GATEWAY_UNIT} ] && ! cmp -s {GATEWAY_UNIT} "$units"/{GATEWAY_UNIT}; then',
         f'    echo "$units/{GATEWAY_UNIT} is another gateway\'s; take that away first" >&2',

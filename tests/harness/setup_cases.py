@@ -18,8 +18,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
-from proxy.commands import doctor, setup
+from proxy.commands import doctor, setup, unit_files
+from proxy.commands.recipe_unit import DROP_IN
 
 ROOT = Path(__file__).parents[2]
 CASES = ROOT / "tests" / "data" / "setup"
@@ -38,7 +40,8 @@ case "$name $*" in
     "curl "* | "sleep "* | "nvidia-smi"*) exit ;;
 esac
 for variable in $(env |
-    sed -n 's/^\\([A-Z][A-Z0-9_]*\\)=.*/\\1/p' | grep -vxE 'HOME|PATH|.*PWD|SHLVL|NOTES|COLUMNS|LINES' | sort)
+    sed -n 's/^\\([A-Z][A-Z0-9_]*\\)=.*/\\1/p' |
+    grep -vxE 'HOME|PATH|.*PWD|SHLVL|NOTES|COLUMNS|LINES|SEAMARK_UNITS' | sort)
 do eval "printf '%s=%s\\t' $variable \\"\\$$variable\\"" >> "$NOTES"; done
 { printf '%s' "$name"; [ $# = 0 ] || printf '\\t%s' "$@"; printf '\\036'; } >> "$NOTES"
 """
@@ -66,15 +69,16 @@ class Home:
         self.folder, self.out, self.bin, self.call = folder, folder / "out", folder.parent / "bin", call_of(case)
         self._notes = folder.parent / "notes"
         shutil.copytree(case, folder, ignore=lambda where, _: ("call", "expected") if Path(where) == case else ())
-        for each in ("mods", "recipes"):
-            (folder / "spark-vllm-docker" / each).mkdir(parents=True, exist_ok=True)
+        for each in ("spark-vllm-docker/mods", "spark-vllm-docker/recipes", "units"):
+            (folder / each).mkdir(parents=True, exist_ok=True)
         self.bin.mkdir(exist_ok=True)
         for name in PROGRAMS.split():
             self._program(self.bin / name, NOTES)
         self._program(self.bin / "sudo", SUDO)
         for name in ("run-recipe.sh", "launch-cluster.sh"):
             self._program(folder / "spark-vllm-docker" / name, NOTES)
-        self.environment = {"HOME": str(folder), "PATH": f"{self.bin}:/usr/bin:/bin", **self.call.environment}
+        own = {"HOME": str(folder), "PATH": f"{self.bin}:/usr/bin:/bin", "SEAMARK_UNITS": str(folder / "units")}
+        self.environment = {**own, **self.call.environment}
 
     @staticmethod
     def _program(path: Path, text: str) -> None:
@@ -117,22 +121,24 @@ def outcome(case: Path, folder: Path) -> str:
     """What is said, written and run for a case."""
     home = Home(folder / "home", case)
     given = home.call.words[0]
-    with home.entered():
+    with home.entered(), mock.patch.object(unit_files, "gateway_user", lambda unit: unit.user):
         _, verdict = _said(doctor.main, ["--recipe", given])
         status, said = _said(setup.main, [*home.call.words, "--out", str(home.out)])
     parts = [f"exit status {status}\n{_without_what_is_always_said(said)}"]
     if home.out.is_dir():
         first = verdict.splitlines()[0]
+        is_unit = (home.out / DROP_IN).exists()
+        alike = {*ALIKE} - ({"run.sh", "undo.sh"} if is_unit else set())
         parts[0] += "" if first.lower() in said.lower() else f"doctor: {first}\n"
         parts += [
-            f"=== {path.name}\n{_settings(path)}" for path in sorted(home.out.iterdir()) if path.name not in ALIKE
+            f"=== {path.name}\n{_settings(path)}" for path in sorted(home.out.iterdir()) if path.name not in alike
         ]
         alone = Home(folder / "alone" / "home", case)
         script = alone.folder / given
         way = ["bash", str(script)] if script.is_file() else ["bash", "-c", given]
         if script.suffix == ".sh" or " " in given:
             parts.append(f"--- ran by its owner\n{alone.run(*way)}")
-        for name in ("start.sh", "worker.sh", "undo.sh"):
+        for name in ("run.sh" if is_unit else "start.sh", "worker.sh", "undo.sh"):
             if (script := home.out / name).exists():
                 parts.append(f"--- ran by {name}\n{home.run(str(script))}")
         parts += [f"--- {each} differs afterwards\n" for each in sorted({*home.tree()} ^ {*alone.tree()})]

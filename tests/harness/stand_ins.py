@@ -216,7 +216,9 @@ def filled(value: Any, known: Mapping[str, str]) -> Any:
         there = known.get(name, "") != "" if ":" in sign else name in known
         if "?" in sign and not there:
             sys.exit(f"required variable {name} is missing a value: {other}")
-        return (other if there else "") if "+" in sign else known[name] if there or not sign and name in known else other
+        return (
+            (other if there else "") if "+" in sign else known[name] if there or not sign and name in known else other
+        )
 
     return _VARIABLE.sub(one, value) if isinstance(value, str) else value
 
@@ -226,7 +228,9 @@ def compose(words: list[str]) -> int:
     while words and words[0].startswith("-"):
         option, value = words.pop(0), words.pop(0)
         {"-f": files, "--profile": profiles}.get(option, []).append(value)
-    files = files or [each for each in ("compose.yaml", "compose.yml", "docker-compose.yml") if os.path.exists(each)][:1]
+    files = (
+        files or [each for each in ("compose.yaml", "compose.yml", "docker-compose.yml") if os.path.exists(each)][:1]
+    )
     base = Path(files[0]).resolve().parent
     if (base / ".env").exists():
         pairs = (line.split("=", 1) for line in (base / ".env").read_text().splitlines() if re.match(r"\w+=", line))
@@ -243,7 +247,11 @@ def compose(words: list[str]) -> int:
         case ["up", *rest]:
             chosen = [word for word in rest if not word.startswith("-")]
             for name, service in services.items():
-                if name in chosen or not chosen and set(service.get("profiles") or profiles[:1] or [1]) & {*profiles, 1}:
+                if (
+                    name in chosen
+                    or not chosen
+                    and set(service.get("profiles") or profiles[:1] or [1]) & {*profiles, 1}
+                ):
                     up(name, service, files)
         case ["run", *rest]:
             given: dict[str, str] = {}
@@ -251,7 +259,13 @@ def compose(words: list[str]) -> int:
                 option = rest.pop(0)
                 if option in ("-e", "--name", "-p"):
                     given |= dict([rest.pop(0).split("=", 1)]) if option == "-e" else {}
-            up(rest[0], merged(services[rest[0]], {"command": rest[1:] or services[rest[0]].get("command"), "environment": given}), files)
+            up(
+                rest[0],
+                merged(
+                    services[rest[0]], {"command": rest[1:] or services[rest[0]].get("command"), "environment": given}
+                ),
+                files,
+            )
         case ["config", *_]:
             print(yaml.safe_dump(document))
         case _:
@@ -318,7 +332,9 @@ def systemctl(words: list[str]) -> int:
         for command in commands:
             parts = [re.sub(r"\$\{(\w+)\}", lambda found: environment.get(found[1], ""), each)
                      for each in shlex.split(command.lstrip("@-:+!"))]  # fmt: skip
-            expanded = [(environment.get(each[1:], "").split() if re.fullmatch(r"\$\w+", each) else [each]) for each in parts]
+            expanded = [
+                (environment.get(each[1:], "").split() if re.fullmatch(r"\$\w+", each) else [each]) for each in parts
+            ]
             status |= started([part for each in expanded for part in each], environment)
     return status
 

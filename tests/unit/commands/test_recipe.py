@@ -1,21 +1,16 @@
-"""How vLLM is run, read from a line, a script, a file or Docker (`golden/recipe.txt`)."""
+"""How vLLM is run, read from a line, a script, a file or Docker: what is refused. What is read: `tests/data/setup`."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, published
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.recipe_text import words_of
 from proxy.errors import SettingsError
 
 CONTAINER: Mapping[str, Any] = {
@@ -28,41 +23,6 @@ CONTAINER: Mapping[str, Any] = {
         "Labels": {},
     },
     "HostConfig": {"PortBindings": {"8001/tcp": [{"HostIp": "10.0.0.7", "HostPort": "9001"}]}, "NetworkMode": "bridge"},
-}
-
-
-SPARK = {"name": "x", "container": "vllm-node", "command": "vllm serve m --port {port} {{x}}\n# end"}
-SPARK |= {"defaults": {"port": 8007}, "env": {"A_B": 1, "C": None}, "build_args": ["--a", 1]}
-
-
-# Lines, and files by their names: as text or YAML.
-READ: dict[str, Any] = {
-    "a line": "A=1 B='2' vllm serve ${UNSET:-m} --port $PORT_HERE --host ${UNSET} # for now",
-    "an old command": "/venv/bin/python3 -m vllm.entrypoints.openai.api_server --model=m --port 80 --port 81",
-    "a comment before": "# vllm serve old\n  # docker run i\nvllm serve m --max_model_len=5 --a=1=2 --b",
-    "variables of the script": "MODEL='org/my m'\nOTHER=\nvllm serve $MODEL ${OTHER:-x} $LATER; LATER=x",
-    "a quote left open": "A='open\nvllm serve $MODEL_HERE",
-    "Rust": "VLLM_USE_RUST_FRONTEND=' 1 ' vllm serve m --model n",
-    "no Rust": "VLLM_USE_RUST_FRONTEND=0 vllm serve --model n",
-    "the launcher": "./launch-cluster.sh -t x exec vllm serve m",
-    "no launcher, above": "./launch-cluster.sh stop\n\nvllm serve m",
-    "docker": "TAG=v1\nMODEL=org/m\ndocker run -e A=$MODEL --env=B=b -e C i:$TAG bash -c 'vllm serve $MODEL --x' # y\n",
-    "podman, many options": "sudo podman container run --rm -it -dp 9000:8000 -v /a:/b --name=x i m --port 8000",
-    "docker, entrypoint": "docker run --entrypoint vllm --publish=10.0.0.7:9000:8001 i serve m --port=8001",
-    "docker, another port": "docker run -p 9000:8001 i m",
-    "docker, several ports": "docker run -p 9001:1 -p9000:8000 i m",
-    "docker, host": "docker run --network host -p 9000:8000 i m",
-    "docker, a shell": "docker run i bash -c \"ulimit -l 1; exec vllm serve m --a 'b c' | tee x\"",
-    **{
-        f"fields {flags}": f"vllm serve m {flags}"
-        for flags in (
-            *("""--sc '{"method": "mtp", "n": 2}'""", """-sc '{"n": 1}' --sc.method mtp""", "-sc.method mtp --sc.n=2"),
-            *("--sc.method", "--sc '[1]'", "--scx.method mtp", """-sc '{"n": 1}' --sc '{"n": 2}' -sc '{"n": 3}'"""),
-        )
-    },
-    "spark.yaml": SPARK,
-    "plain.yaml": {"name": "x", "container": "vllm-node", "command": "vllm serve m"},
-    "config.yaml": {"model": "org/m", "port": 8002, "host": "::", "max_model_len": 8, "speculative-config": {"n": 1}},
 }
 
 
@@ -82,72 +42,20 @@ def file(tmp_path: Path) -> Callable[[str, Any], Path]:
     return file
 
 
-def shown(recipe: Recipe) -> str:
-    """All that is read, and what follows from it."""
-    own = [
-        f"{each.name}: {getattr(recipe, each.name)!r}" for each in fields(recipe) if each.name not in ("text", "notes")
-    ]
-    found = {name: getattr(recipe, name) for name in ("model", "host", "port", "has_rust_frontend")}
-    found |= {f"flag {flag}": recipe.value(flag) for flag in ("--a", "--max-model-len") if recipe.has(flag)}
-    found |= {"fields": fields_given} if (fields_given := recipe.fields("--sc", "-sc")) else {}
-    return "\n".join([*own, *(f"-> {name}: {value!r}" for name, value in found.items())])
-
-
-@pytest.mark.parametrize("case", READ)
-def test_how_vllm_is_run_is_read_whole(case, file, monkeypatch, tmp_path, expect_golden):
-    for name, value in {"PORT_HERE": "8005", "TAG": "theirs", "MODEL": "theirs", "HOME": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    file(".env", "PORT_HERE=file\n  THERE = \nTHERE='there'\n#COMMENT=x\nno assignment\n")
-    given = READ[case] if "." not in case else f"~/{file(case, READ[case]).name}"
-    expect_golden("recipe", case, shown(read(given)), FOLDER=tmp_path)
-
-
-ENDS = [
-    "",
-    "\nb",
-    "\r\nb",
-    "; b",
-    *(f" {stop} b" for stop in ("#", ";", "&", "&&", "|", "<", ">", "2>&1", "0<b", "(", ")")),
-]
-
-
-@given(
-    st.lists(st.text("ab '\"\\$`#;{2é\n", max_size=5)),
-    st.sampled_from([" ", "\t", " \\\n  ", " \\\r\n"]),
-    st.sampled_from(ENDS),
-)
-def test_words_are_those_of_a_shell_up_to_the_end_of_its_command(words, space, end):
-    spelt = space.join(map(shlex.quote, words))
-    line = words_of(f"vllm serve {spelt}{end}", 11, "a line")
-    assert [word.value for word in line.words] == words
-    assert "".join(word.raw for word in line.words) == "".join(map(shlex.quote, words))
-    assert f"vllm serve {spelt}{end}"[line.end :] == end if words else not line.words
-
-
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("flags", "told"),
     [
-        ("a'b'c'' '' d", ["abc", "", "d"]),
-        (r'"a \"b\" \$c \\ \` \x"', [r'a "b" $c \ ` \x']),
-        ('"a\\\nb"', ["a\nb"]),
-        (r"a\ b \'c a#b", ["a b", "'c", "a#b"]),
-        ("a \\", ["a", ""]),
-        ("a b>c", ["a", "b"]),
-        ("${A:-b c}d $(e f) $G", ["${A:-b c}d", "$(e f)", "$G"]),
-        ("--a='{\"b\": 1}' c", ['--a={"b": 1}', "c"]),
+        ("""--sc '{"method": "mtp", "n": 2}'""", {"method": "mtp", "n": 2}),
+        ("""-sc '{"n": 1}' --sc.method mtp""", {"n": 1, "method": "mtp"}),
+        ("-sc.method mtp --sc.n=2", {"method": "mtp", "n": "2"}),
+        ("--s_c.num_tokens 4 --s-c.method=dspark", {"num_tokens": "4", "method": "dspark"}),
+        *(("--sc.method", {"method": ""}), ("--sc '[1]'", {}), ("--scx.method mtp", {})),
+        ("""-sc '{"n": 1}' --sc '{"n": 2}' -sc '{"n": 3}'""", {"n": 3}),
+        ('--sc "{\\"n\\": $NOT_SET}" --sc.m $NOT_SET', {"m": "$NOT_SET"}),
     ],
 )
-def test_a_word_may_be_spelt_in_several_ways(text, words):
-    assert [word.value for word in words_of(text, 0, "").words] == words
-
-
-@pytest.mark.parametrize("end", ["'x", '"x', '"x\\"', '"x\\', "${x", "$(x", "y'x"])
-def test_a_quote_that_is_not_closed_is_said_with_where_it_begins(end):
-    with pytest.raises(SettingsError) as error:
-        words_of(f"a {end}", 0, "run.sh")
-    assert str(error.value) == f"run.sh: a quote behind `{end}` is not closed"
-    with pytest.raises(SettingsError, match="behind `" + "'" + "x" * 29 + "` is"):
-        words_of("a '" + "x" * 100, 0, "")
+def test_fields_are_given_as_json_or_one_by_one(flags, told):
+    assert read(f"vllm serve m {flags}").fields("--sc", "-sc", "--s-c") == told
 
 
 def test_fields_that_are_no_json_and_a_port_that_is_none_are_said_with_the_flag():
@@ -194,7 +102,7 @@ BOMB = "a: &a [x]\n" + "".join(f"{b}: &{b} [{f'*{a},' * 10}]\n" for a, b in zip(
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve m --port {port}\n", "wants {port}, which `defaults:`"),
         ("a.yaml", "command: 1\n", "has a text for name, container, command"),
         ("a.yaml", "name: x\ncontainer: c\ncommand: vllm serve {}\n", "`command:` is no template"),
-        ("a.yaml", "name: x\ncontainer: c\ncommand: sleep 1\n", "no `vllm serve` in it"),
+        ("a.yaml", "name: x\ncontainer: c\ncommand: sleep 1\n", "no `vllm serve` among its commands"),
         ("a.yaml", "a: 1\nb: [\nc: d: e", "is no YAML: line 3"),
         ("a.yaml", "a: 1", "has no `command:`"),
         ("a.yml", "[a]", "says nothing of how vLLM is run"),
@@ -263,24 +171,9 @@ def contained(config: Mapping[str, Any] | None = None, **host: Any) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("host", "listens"),
-    [
-        ({"NetworkMode": "host"}, None),
-        ({"PortBindings": {"8001/tcp": [{"HostIp": "", "HostPort": "9001"}]}}, (EVERYWHERE, 9001)),
-        ({"PortBindings": {"8001/tcp": [{"HostPort": ""}]}}, (EVERYWHERE, 8000)),
-        ({"PortBindings": {"8000/tcp": [{"HostIp": "10.0.0.9", "HostPort": "1"}]}}, (EVERYWHERE, 8000)),
-        ({"PortBindings": None}, (EVERYWHERE, 8000)),
-    ],
-)
-def test_a_container_is_read_as_docker_tells_it_and_listens_where_its_port_is_bound(host, listens, expect_golden):
-    expect_golden("recipe", "a container", shown(contained()))
-    assert contained(**host).listens == listens
-
-
-@pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"Entrypoint": None, "Cmd": None}, "give the recipe or script that starts it"),
+        ({"Entrypoint": None, "Cmd": None}, "nothing says which model vLLM serves"),
         ({"Entrypoint": ["python3", "-m", "engine_patches", "worker"]}, "has Seamark's plugin already"),
         (
             {"Labels": {"com.docker.compose.service": "a", "com.docker.compose.project.config_files": "/no/a.yaml"}},
