@@ -21,8 +21,8 @@ _WHOLE = ("command", "entrypoint")  # a later file replaces them; it adds to all
 
 UNSET = re.compile("\ue000([^\ue001]*)\ue001")  # stands for a variable that is not set here
 _LITERAL = re.compile(r"\$(?:\$|(?![A-Za-z_{]))")
-_HIDDEN = {"$": "\ue002", "{": "\ue003", "}": "\ue004"}  # in what is filled in
-_SHOWN = str.maketrans({hidden: shown for shown, hidden in _HIDDEN.items()})
+_HIDDEN: dict[str, str | int | None] = {"$": "\ue002", "{": "\ue003", "}": "\ue004"}  # in what is filled in
+_SHOWN = str.maketrans({str(hidden): shown for shown, hidden in _HIDDEN.items()})
 
 # With no other one inside.
 _VARIABLE = re.compile(
@@ -46,7 +46,7 @@ def fill(value: Any, known: Mapping[str, str], source: str) -> Any:
         return text.translate(str.maketrans(_HIDDEN))
 
     def filled(text: str) -> str:
-        spelt = _LITERAL.sub(_HIDDEN["$"], text)
+        spelt = _LITERAL.sub("\ue002", text)
         for _ in range(MOST_LEVELS):
             before, (spelt,) = spelt, fill_pattern(_VARIABLE, of, [spelt], source)
             if spelt == before:
@@ -73,7 +73,7 @@ def _each(value: Any, change: Callable[[str], str]) -> Any:
     return change(value) if isinstance(value, str) else value
 
 
-class _Place(NamedTuple):
+class _ComposeFile(NamedTuple):
     """Of a file."""
 
     path: Path
@@ -99,7 +99,7 @@ class Project:
 
     def _merged_files(self, paths: Iterable[Path], folder: Path, known: Mapping[str, str]) -> dict[str, Any]:
         services: dict[str, Any] = {}
-        for place in (_Place(path, folder, known) for path in paths):
+        for place in (_ComposeFile(path, folder, known) for path in paths):
             for document in self._documents(place.path):
                 own = place.services(document)
                 extended = {name: self._extended(name, own, place) for name in own}
@@ -113,7 +113,7 @@ class Project:
             raise SettingsError(f"{path}: its project has more than {MOST_FILES} files")
         return read_yaml(read_text(path), str(path), TextLoader)
 
-    def _included(self, entries: Sequence[Any], place: _Place) -> Mapping[str, Any]:
+    def _included(self, entries: Sequence[Any], place: _ComposeFile) -> Mapping[str, Any]:
         """The services of other projects, whose variables have files of their own."""
         services: dict[str, Any] = {}
         for entry in place.fill(entries):
@@ -124,7 +124,7 @@ class Project:
             services |= _spelt_again(fill(self._merged_files(paths, folder, known), known, str(place.path)))
         return services
 
-    def _extended(self, name: str, services: Mapping[str, Any], place: _Place, levels: int = 20) -> Any:
+    def _extended(self, name: str, services: Mapping[str, Any], place: _ComposeFile, levels: int = 20) -> Any:
         """A service with what it is based on."""
         own = _canonical(services[name], place)
         if not isinstance(own, dict) or not (extends := own.pop("extends", None)):
@@ -157,7 +157,7 @@ def _merged(base: Any, over: Any) -> Any:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _canonical(service: Any, place: _Place) -> Any:
+def _canonical(service: Any, place: _ComposeFile) -> Any:
     """A service whose fields of two spellings have one."""
     if not isinstance(service, dict):
         return service

@@ -8,7 +8,7 @@ import glob
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,10 @@ from proxy.commands.recipe_text import read_text
 from proxy.errors import SettingsError
 
 USER_UNITS = "~/.config/systemd/user"
-UNITS = ("/etc/systemd/system", USER_UNITS, "/run/systemd/system", "/usr/local/lib/systemd/system")
-UNITS += ("/usr/lib/systemd/system", "/lib/systemd/system")
+UNITS = (
+    *("/etc/systemd/system", USER_UNITS, "/run/systemd/system"),
+    *(f"{folder}/systemd/system" for folder in ("/usr/local/lib", "/usr/lib", "/lib")),
+)
 DROP_IN = "seamark.conf"
 
 _STARTS = re.compile(r"vllm\s+serve\s|vllm\.entrypoints\.|\b(?:docker|podman)\s+(?:container\s+)?run\s")
@@ -131,7 +133,9 @@ def _lines(text: str) -> Iterator[str]:
     yield from (line.strip() for line in re.sub(r"[ \t]*\\\n[ \t]*", " ", kept).split("\n"))
 
 
-def _variables(settings: Mapping[str, Sequence[str]], specified: object) -> tuple[dict[str, str], list[str]]:
+def _variables(
+    settings: Mapping[str, Sequence[str]], specified: Callable[[str], str]
+) -> tuple[dict[str, str], list[str]]:
     """Those of the unit, and the files of which nothing is seen."""
     known: dict[str, str] = {}
     missing: list[str] = []
