@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ EXIT_STATUSES = (
     "here; 2: the recipe cannot be read, or nothing can be written."
 )
 
+EDIT = re.compile(r"[\w./-]{0,99}(?:site-packages|dist-packages|patch)[\w./-]{0,99}")  # files put into vLLM
 RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.log"
 
 
@@ -99,6 +101,8 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
     if seen.image:
         lines.append(f"{'These files take it' if RUN in files else 'And with it'}: {after.verdict}")
         lines += [f"The next change: {after.change}"] if after.change else []
+        if edit := EDIT.search(f"{recipe.text}{recipe.document}"):
+            notes.append(f"{edit[0]} may edit vLLM, and is for another version: without it if vLLM does not start")
     lines += [f"Note: {note}" for note in notes]
     if not files:
         return [*lines, "Nothing was written, since vLLM does not start without that change"]
@@ -112,11 +116,15 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
             f"{python} bench mine --base-url {base}",
         ]
     else:
-        shadow = "" if after.alone else " in shadow mode until then, which changes nothing and counts what is lost"
+        what = (
+            "gives its page, keys and limits"
+            if after.alone
+            else "in shadow mode changes nothing, and counts what is lost"
+        )
         lines += [
             f"{written}; nothing for vLLM, which stays as it is",
             "",
-            f"A gateway before it{shadow}:",
+            f"A gateway before it {what}:",
             f"  sh {shlex.quote(str(places.out / GATEWAY))}",
             f"{python} doctor --worker {gateway_worker(recipe)} --gateway {base}",
         ]
