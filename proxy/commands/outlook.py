@@ -21,6 +21,7 @@ from proxy.commands.versions import (
     FORK_SIGNS,
     RELEASE,
     SUPPORTED,
+    fork_alone,
     is_fork,
     is_supported,
     release_image,
@@ -59,7 +60,6 @@ REPLACED: Mapping[str, str] = {
     "VLLM_FLASH_ATTN_VERSION": "--attention-config.flash_attn_version",
     "VLLM_FLASHINFER_MOE_BACKEND": "--moe-backend",
     "VLLM_USE_FLASHINFER_MOE_FP4": "--moe-backend",
-    "VLLM_USE_FLASHINFER_MOE_FP8": "--moe-backend",
     "VLLM_MXFP4_USE_MARLIN": "--moe-backend",
     "VLLM_NVFP4_GEMM_BACKEND": "--linear-backend",
     "VLLM_ALL2ALL_BACKEND": "--all2all-backend",
@@ -71,6 +71,7 @@ _WAYS = {
     RecipeKind.COMPOSE: Way.COMPOSE,
     RecipeKind.DOCKER: Way.DOCKER,
     RecipeKind.CONTAINER: Way.DOCKER,
+    RecipeKind.UNIT: Way.SYSTEMD,
 }
 
 
@@ -99,10 +100,12 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
         verdict = f"will hit with vLLM alone: no layer of the model is recurrent, by {found.source}"
         return Outlook(True, f"{verdict}; the plugin adds nothing", alone=True, notes=notes)
     if obstacle := next(_obstacles(recipe, found.family, version), None):
-        return obstacle._replace(notes=notes)
+        return obstacle._replace(notes=[*obstacle.notes, *notes])
     if found.family is None:
-        ask = f"seamark worker {shlex.quote(recipe.model)} --explain gpu   # where vLLM is, with Seamark's plugin"
-        why = "its name is of no family known here, and no config.json of it lies here"
+        ask = f"hf download {shlex.quote(recipe.model)} config.json   # then ask again: it is read where it lies"
+        if recipe.model.startswith(("/", ".", "~")):
+            ask = f"seamark worker {shlex.quote(recipe.model)} --explain gpu   # where vLLM is, with Seamark's plugin"
+        why = "its name is of no family known here, and no config.json that lies here tells it"
         return Outlook(None, f"not known for the model {recipe.model}: {why}", ask=ask, notes=notes)
     if known := _vllm(recipe, version):
         return Outlook(True, _hits(recipe, found.family, found.source, known), notes=notes)
@@ -132,7 +135,8 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
     if signs := fork_signs(recipe):
         unknown = [sign for sign in signs if sign.startswith("--") and sign not in recipe.builds]
         without = f" without {', '.join(unknown)}, which it does not know" if unknown else ""
-        yield Outlook(False, f"no hits by Seamark ({', '.join(signs)}): {FORK}", _release(recipe, without))
+        verdict = f"no hits by Seamark: {FORK} ({', '.join(signs)})"
+        yield Outlook(False, verdict, _release(recipe, without), notes=[fork_alone(recipe.model)])
     if not is_supported(version or tag_version(recipe.image)):
         why = f"the plugin leaves {_vllm(recipe, version)} untouched; it knows {SUPPORTED}"
         yield obstacle(why, _release(recipe), image=release_image(recipe.image))
@@ -178,7 +182,9 @@ def fork_signs(recipe: Recipe) -> list[str]:
 
 def _release(recipe: Recipe, without: str = "") -> str:
     """What to do for a vLLM that the plugin knows. `without`: flags."""
-    way = FoundWay(_WAYS.get(recipe.kind, Way.DOCKER if recipe.image else Way.PIP), recipe.name, recipe.image)
+    way = FoundWay(_WAYS.get(recipe.kind, Way.PIP), recipe.name, recipe.image)
+    if way.image and way.way is Way.SYSTEMD:
+        way = way._replace(way=Way.DOCKER)
     return f"take vLLM {RELEASE}{without}: {release_line(way, recipe.python)}"
 
 
