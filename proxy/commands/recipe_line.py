@@ -185,7 +185,8 @@ def _python(words: Sequence[str], activated: str) -> str:
         return words[words.index("-m") - 1]
     if "run" in words and {"-n", "-p"} & {*words}:  # conda's
         return f"{' '.join(words[:-2])} python"
-    return f"{words[-2].removesuffix('vllm')}python" if "/" in words[-2] else activated
+    program = "".join(words[-2:-1])
+    return f"{program.removesuffix('vllm')}python" if "/" in program else activated
 
 
 def _is_of_vllm(start: Start) -> bool:
@@ -206,7 +207,9 @@ def _docker_run(start: Start) -> DockerRun:
         elif not option.startswith("-"):
             break
         else:
-            has_value = not _SWITCHES.fullmatch(option) if option[1] == "-" else len(option[1:].lstrip(_LETTERS)) == 1
+            has_value = (
+                not _SWITCHES.fullmatch(option) if option.startswith("--") else len(option[1:].lstrip(_LETTERS)) == 1
+            )
             at += 1 + has_value  # the next word
     options, left = words[:at], words[at + 1 :]
     if hiding and not (words[at:] and (_IMAGE.search(words[at].value) or behind_serve([word.value for word in left]))):
