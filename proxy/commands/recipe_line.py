@@ -267,6 +267,8 @@ def how_to_say(unseen: str, source: str, own: Container[str] = ()) -> str:
     name = _NAMED.search(unseen)
     if name and name[1] not in own and "[" not in unseen and os.path.isfile(source):
         return f"set it for this command, too: {name[1]}=... seamark setup {source}"
+    if name and source == "the command":
+        return f"write it out, or set it before: export {name[1]}=..."
     return "write it out in a copy, as a default (${1:-VALUE}) or a word, and give that to seamark setup"
 
 
