@@ -60,7 +60,6 @@ REPLACED: Mapping[str, str] = {
     "VLLM_FLASH_ATTN_VERSION": "--attention-config.flash_attn_version",
     "VLLM_FLASHINFER_MOE_BACKEND": "--moe-backend",
     "VLLM_USE_FLASHINFER_MOE_FP4": "--moe-backend",
-    "VLLM_USE_FLASHINFER_MOE_FP8": "--moe-backend",
     "VLLM_MXFP4_USE_MARLIN": "--moe-backend",
     "VLLM_NVFP4_GEMM_BACKEND": "--linear-backend",
     "VLLM_ALL2ALL_BACKEND": "--all2all-backend",

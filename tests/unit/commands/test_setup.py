@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from proxy.commands import setup
 from proxy.commands.recipe import EVERYWHERE
 from proxy.commands.recipe_files import Places, RecipeFiles, files_of
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.setup import gateway_host, gateway_worker, run_script, source_folder, undo_script
+from proxy.commands.setup import gateway_host, gateway_worker, left_behind, run_script, source_folder, undo_script
 from proxy.errors import SettingsError
 from tests.deploy.compose_files import DEPLOY
 
@@ -122,8 +123,13 @@ def test_a_recipe_in_a_checkout_is_run_there_and_another_one_wants_a_checkout(pl
             write(nowhere, "b.yaml", MINE)
 
 
+# Of each something stays: what vLLM compiled, what was cached of a build, a volume, an image that was taken.
+LEFT = (("vllm serve m", ""), ("docker run i m", ""), ("podman run -v a:/root/.cache/vllm i m", "new:1"))
+
+
 def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expect_golden):
-    undo = undo_script(places, ["docker x", "podman y", "rm z"])
+    leaves = [left_behind(read_recipe(line, lambda name: None), places._replace(image=image)) for line, image in LEFT]
+    undo = undo_script(places, ["docker x", "podman y", "rm z", *chain(*leaves)])
     scripts = [run_script(places, "start.sh"), undo]
     expect_golden("recipe_files", "run and undo", "\n".join(scripts), FOLDER=places.out.parent)
 
