@@ -70,6 +70,7 @@ class Script:
         self._conditional: set[str] = set()  # variables that are set by a condition alone
         self.names: dict[str, Sequence[Word] | None] = {}  # variables and arrays that are set so far; None: not seen
         self.ambiguous: dict[str, None] = {}  # those that may hold something else, by a condition
+        self.own_names: list[int] = []  # where it names itself, by which it finds files beside it
         self.sourced: list[str] = []  # files of which nothing is seen
 
     @property
@@ -261,6 +262,7 @@ class Script:
             return _Expansion(None, False, is_quoted)
         self._at = found.end()
         name, operator, other = found[1] or found[3], found[6], None
+        self.own_names += [start] if name in ("0", "BASH_SOURCE") and not found[2] else []
         is_array = name in ("@", "*") or found[4] in ("[@]", "[*]")
         if found[3]:
             self._go_deeper()
