@@ -89,7 +89,8 @@ _CURES = {
         update=f"{_MAKE_MOD}   # $wanted or later; then start the recipe again",
         flag="behind `vllm serve` in the recipe's `command:`",
         drafts="SEAMARK_DRAFTS=1 vllm serve ...      # in the recipe's `command:`, the rest as it is",
-        release=f"./build-and-copy.sh --vllm-ref v{RELEASE}$tag   # from source; -c: also to other Sparks$recipe",
+        release=f"cd ~/spark-vllm-docker && ./build-and-copy.sh --vllm-ref v{RELEASE} -t vllm-node-{RELEASE}   "
+        f"# from source; -c: also to other Sparks. Then `container: vllm-node-{RELEASE}` in the recipe$fork",
     ),
     Way.KUBERNETES: WayCures(
         install=f"{_PUSH}"
@@ -150,14 +151,12 @@ class Cures(NamedTuple):
 
 def release_line(found: FoundWay, python: str) -> str:
     """How to take the vLLM of `RELEASE` in place of the one that is found; what is not to be typed is a comment."""
-    fork = is_fork(found.image)
     words = {
         "image": release_image(found.image) or IMAGE,
         "before": found.image or "the one it has now",
         "python": python,
         "name": found.name or _CURES[found.way].name,
-        "tag": f" -t {shlex.quote(found.image)}" if found.image not in ("", "vllm-node") and not fork else "",
-        "recipe": "; in the recipe `container: vllm-node`, and no --exp-b12x" if fork else "",
+        "fork": ", and no --exp-b12x" if is_fork(found.image) else "",
     }
     own = found.way is Way.SPARK and release_image(found.image)
     return Template("container: $image   # in place of $before" if own else _CURES[found.way].release).substitute(words)

@@ -19,7 +19,7 @@ from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures, indented
 from proxy.commands.outlook import outlook, version_of
 from proxy.commands.parser import Parser
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.versions import FORK, SUPPORTED, is_fork, is_supported
+from proxy.commands.versions import FORK, SUPPORTED, fork_alone, is_fork, is_supported
 from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
@@ -274,7 +274,9 @@ def _engine(metrics: WorkerMetrics, cures: Cures, vllm: str) -> Iterator[Diagnos
         against = f"cannot hit: the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
         if is_fork(f"{cures.found.image} {vllm}"):
             cure, against = cures.release(), f"no hits by Seamark: {FORK}"
-            missing += "; a gateway in shadow mode (`seamark serve --shadow`) counts what that loses"
+            missing = (
+                f"{fork_alone(cures.model)}; a gateway in shadow mode (`seamark serve --shadow`) counts what that loses"
+            )
         elif not is_supported(vllm):
             cure = f"{cures.release()}\n{cure}"
             against = f"cannot hit: the plugin leaves vLLM {vllm} untouched, as it knows {SUPPORTED}{alone}"

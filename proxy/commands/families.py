@@ -50,7 +50,12 @@ FAMILIES = (
     ),
 )
 
-ATTENTION = KnownFamily("", "gpt-oss qwen3-30b qwen3-32b qwen3-235b qwen3-coder-30b qwen3-coder-480b")
+ATTENTION = KnownFamily(
+    "",
+    "gpt-oss llama-3 mistral- ministral deepseek-v3 deepseek-r1 glm-4.5 glm-4.6 glm-4.7 gemma-3 gemma-4 qwen2 qwen2.5 "
+    "qwen3-0.6b qwen3-1.7b qwen3-4b qwen3-8b qwen3-14b qwen3-30b qwen3-32b qwen3-235b qwen3-coder-30b qwen3-coder-480b "
+    "qwen3-vl",
+)
 
 # In a config of layers that may keep a state, known here or not.
 _MAYBE_RECURRENT = re.compile("mamba|ssm|conv|linear|recurr|rwkv|lru|delta|hyena|hybrid|block_type|attn_type", re.I)
@@ -74,13 +79,14 @@ class FoundFamily(NamedTuple):
 
 def family_of(model: str, caches: Sequence[Path] = ()) -> FoundFamily:
     """By the config of a model given as a folder; else by its name; else by its config in one of the `caches`."""
-    own = _config_in(Path(os.path.expanduser(model)))
+    if (own := _config_in(Path(os.path.expanduser(model)))) and (family := _of_config(own)):
+        return FoundFamily(family, str(own))
     name = model.lower().replace("_", "-")
-    for family in () if own else (*FAMILIES, ATTENTION):
+    for family in (*FAMILIES, ATTENTION):
         if re.search(rf"(?<![a-z0-9])(?:{'|'.join(map(re.escape, family.words.split()))})(?!\d)", name):
             return FoundFamily(family, "the model's name")
-    for path in [own] if own else filter(None, (_cached(model, cache) for cache in caches)):
-        if family := _of_config(path):
+    for cache in caches:
+        if (path := _cached(model, cache)) and (family := _of_config(path)):
             return FoundFamily(family, str(path))
     return FoundFamily(None, "")
 

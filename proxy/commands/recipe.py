@@ -224,7 +224,8 @@ def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
         yield f"{', '.join(start.script.sourced)} is read by it, and what that sets is not seen here"
     line = text[slice(*start.outer.place)]
     for name in start.script.ambiguous:
-        if start.script.names[name] and re.search(rf"\$\{{?{name}\b", line):
+        is_named = any(name in each for each in unseen)
+        if start.script.names[name] and not is_named and re.search(rf"\$\{{?{name}\b", line):
             yield f"{name} depends on a condition in the script; what is said here is for the value that was read"
 
 

@@ -188,6 +188,8 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
     ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
+    if re.search(r"\b(?:docker|podman)\s+(?:container\s+)?(?:rm|stop|kill)\b", recipe.text):
+        ended.append("the image is built behind the line that ends the container: some minutes, at the first start")
     notes = [*ended, *_folder(recipe)]
     return _of_image({"start.sh": start}, image, recipe.program, notes=notes)
 
@@ -317,7 +319,7 @@ def _of_image(
     undo = [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
     if again:
         undo.append(f"if grep -qx '{RAN}' {LIST}; then {again} || true; fi")
-    check = f"docker run --rm --entrypoint sh {image} -c 'python3 -m engine_patches patches --check'"
+    check = f"{program} run --rm --entrypoint sh {image} -c 'python3 -m engine_patches patches --check'"
     return RecipeFiles(files, undo, [*notes, f"whether the plugin knows its vLLM: {check}"])
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-from proxy.commands.shell import Command, Script, Word
+from proxy.commands.shell import Script, ShellCommand, Word
 from proxy.errors import SettingsError
 
 LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
@@ -45,7 +45,7 @@ _INSTEAD = {
     r"\b(ssh|kubectl|srun)\b": "no `vllm serve` that runs here; give what starts it on the machine where it does",
     "": "no `vllm serve` among its commands, and no `docker run`",
 }
-_NO_SHELL = re.compile(r"\.(ps1|bat|cmd|fish|py|json|toml)$|(Docker|Container|Make|just)file[^/]*$")
+_NO_SHELL = re.compile(r"\.(ps1|bat|cmd|fish|py|json|toml|container)$|(Docker|Container|Make|just)file[^/]*$")
 
 
 class Start(NamedTuple):
@@ -53,7 +53,7 @@ class Start(NamedTuple):
 
     command: Sequence[Word]
     behind: int  # where the arguments begin
-    outer: Command  # of the script itself, in whose quotes it may stand
+    outer: ShellCommand  # of the script itself, in whose quotes it may stand
     is_quoted: bool
     variables: Mapping[str, str]  # that are set before it, and for it
     python: str  # how Python is called in its environment
@@ -101,7 +101,7 @@ def start_of(text: str, known: Mapping[str, str], source: str) -> Start | Docker
         of_vllm = [each for each in containers if _is_of_vllm(each)]
         containers = of_vllm if of_vllm or len(containers) < len(starts) else containers
     if len(containers) > 1:
-        raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one: give that line in quotes")
+        raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one: give a copy that has one")
     return _docker_run(containers[0]) if containers else _the_one(starts, text, source)
 
 
@@ -114,17 +114,19 @@ def _the_one(starts: Sequence[Start], text: str, source: str) -> Start:
     served = [each for each in starts if not each.is_container]
     if len(served) != 1:
         instead = next(words for pattern, words in _INSTEAD.items() if re.search(pattern, text))
-        many = "more than one `vllm serve` in it; setup takes one: give that line in quotes"
+        many = "more than one `vllm serve` in it; setup takes one: give a copy that has one"
         raise SettingsError(f"{source}: {many if served else instead}")
     (start,) = served
-    for word in start.command[: start.behind]:
+    for word, following in pairwise(start.command[: start.behind]):
         if _ELSEWHERE.fullmatch(name := Path(word.value).name):
-            cure = "where setup puts nothing; give what starts that, or run setup there"
-            raise SettingsError(f"{source}: {name} starts vLLM somewhere else, {cure}")
+            cure = (
+                "the compose file" if following.value == "compose" else "what makes the container, or run setup there"
+            )
+            raise SettingsError(f"{source}: `{name} {following.value}` starts vLLM, which is not read; give {cure}")
     return _with_a_model(start)
 
 
-def _starts(script: Script, outer: Command | None = None, python: str = "python3") -> Iterator[Start]:
+def _starts(script: Script, outer: ShellCommand | None = None, python: str = "python3") -> Iterator[Start]:
     for command in script.commands():
         values = [word.value for word in command.words]
         names = [Path(value).name for value in values]
@@ -243,6 +245,8 @@ def _with_a_model(start: Start) -> Start:
     named += [word for word in words if word.value.startswith("--model=")]
     named += [word for word in words[:1] if not named and not word.value.startswith("-")]
     last = named[0].value.rstrip("/").rpartition("=")[2].rpartition("/")[2] if named else ""
+    if named and not last:
+        raise SettingsError(f"{source}: the model is empty as it is read here; {how_to_say('', source)}")
     if last:
         hiding = next((each for each in named[0].unseen if each.rpartition("/")[2] in last), "")
     else:
@@ -260,7 +264,7 @@ def how_to_say(unseen: str, source: str, own: Container[str] = ()) -> str:
     name = _NAMED.search(unseen)
     if name and name[1] not in own and "[" not in unseen and os.path.isfile(source):
         return f"set it for this command, too: {name[1]}=... seamark setup {source}"
-    return 'write it out, or give the line that starts vLLM: seamark setup "vllm serve MODEL FLAGS"'
+    return "write it out in a copy, as a default (${1:-VALUE}) or a word, and give that to seamark setup"
 
 
 def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:

@@ -128,6 +128,7 @@ def _docker_run(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
         if any("gpu" in names for names in request.get("Capabilities") or ()):
             ids = request.get("DeviceIDs")
             options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
-    entrypoint, *words = [*(config.get("Entrypoint") or ("",)), *(config.get("Cmd") or ())]
-    options += [f"--entrypoint={entrypoint}"] if entrypoint else []
+    entrypoint = list(config.get("Entrypoint") or ())
+    options += [f"--entrypoint={each}" for each in entrypoint[:1]]
+    words = [*entrypoint[1:], *(config.get("Cmd") or ())]
     return shlex.join(["docker", "run", "-d", *options, str(config["Image"]), *words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -10,17 +11,17 @@ from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
 from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
-from proxy.commands.shell import Command, Word
+from proxy.commands.shell import Script, ShellCommand, Word
 from proxy.errors import SettingsError
 
 # Not to be given to what serves in their place, which has them by itself or has no use for them.
 TAKEN_AWAY = (*DROPPED, NO_CACHING)
 
 OWN_NAME = "SEAMARK_OF"  # in place of $0, which is another file's name now
-# Names by which a script finds files beside it; what is quoted is not meant.
-_OWN_NAME = re.compile(r"'[^']*'|\\.|\$(?:0\b|BASH_SOURCE\b|\{(?:0|BASH_SOURCE(?:\[0\])?)(?=[}%#:/@^,-]))", re.S)
-# Names of files by the folder that a script is run in.
-HERE = re.compile(r"(?<![\w/$}.])\.{1,2}(?=[\s/\"']|$)|\$\{?PWD\b|\$\(pwd\)|`pwd`", re.M)
+_OWN_NAME = re.compile(r"\$(\{?)(?:0|BASH_SOURCE(?:\[0\])?)")
+
+# Names of files by the folder that a script is run in, but in a comment.
+HERE = re.compile(r"^(?!\s*#).*(?:(?<![^\s\"'=:])\.{1,2}/|\$\{?PWD\b|\$\(pwd\)|build\s.*\s\.(?:\s|$))", re.M)
 
 
 class _Valued(Protocol):
@@ -148,7 +149,7 @@ def _published(run: DockerRun, recipe: Recipe) -> Iterator[str]:
         yield f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"
 
 
-def _before(edits: Edits, command: Command, build: str, text: str) -> None:
+def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:
     """What comes before a command, and has to have worked."""
     start, end = command.place
     if command.before == "&&":
@@ -163,12 +164,12 @@ def _before(edits: Edits, command: Command, build: str, text: str) -> None:
 
 def elsewhere(text: str) -> str:
     """A script that is run from another file, before which OWN_NAME is set to its own."""
-
-    def named(found: re.Match[str]) -> str:
-        is_open = found[0].startswith("${")
-        return f"${{{OWN_NAME}{'' if is_open else '}'}" if found[0].startswith("$") else found[0]
-
-    return _OWN_NAME.sub(named, text)
+    script = Script(text, {}, "the script")
+    deque(script.commands(), maxlen=0)
+    for start in sorted(script.own_names, reverse=True):
+        if found := _OWN_NAME.match(text, start):
+            text = f"{text[:start]}${{{OWN_NAME}{'' if found[1] else '}'}{text[found.end() :]}"
+    return text
 
 
 def shell_of(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,13 +27,12 @@ from proxy.printable import printable
 from proxy.version import DISTRIBUTION
 
 SETTINGS = "seamark.toml"
-IN_IMAGES = (RecipeKind.COMPOSE, RecipeKind.DOCKER, RecipeKind.CONTAINER)  # Seamark's plugin is put into one
-
 EXIT_STATUSES = (
     "Exit status: 0: with these files requests will hit; 1: they will not, or that depends on what does not show from "
     "here; 2: the recipe cannot be read, or nothing can be written."
 )
 
+EDIT = re.compile(r"[\w./-]{0,99}(?:site-packages|dist-packages|patch)[\w./-]{0,99}")  # files put into vLLM
 RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.log"
 
 
@@ -56,8 +56,9 @@ def main(argv: list[str]) -> int:
         out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
         places = Places(out, _checkout(args.source), spark, seen.image)
         after = outlook(replace(recipe, image=seen.image)) if seen.image else seen
-        made = RecipeFiles({}) if after.hits is False or after.alone else files_of(recipe, places)
-        files = gateway_files(recipe, made, places, shadow=after.hits is False) if seen.starts else {}
+        waits = after.hits is False or bool(seen.image and not after.hits)  # for a change that is the user's
+        made = RecipeFiles({}) if waits or after.alone else files_of(recipe, places)
+        files = gateway_files(recipe, made, places, shadow=waits) if seen.starts else {}
         if files:
             _write(places.out, files, args.force)
     except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
@@ -100,6 +101,8 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
     if seen.image:
         lines.append(f"{'These files take it' if RUN in files else 'And with it'}: {after.verdict}")
         lines += [f"The next change: {after.change}"] if after.change else []
+        if edit := EDIT.search(f"{recipe.text}{recipe.document}"):
+            notes.append(f"{edit[0]} may edit vLLM, and is for another version: without it if vLLM does not start")
     lines += [f"Note: {note}" for note in notes]
     if not files:
         return [*lines, "Nothing was written, since vLLM does not start without that change"]
@@ -113,11 +116,15 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
             f"{python} bench mine --base-url {base}",
         ]
     else:
-        shadow = "" if after.alone else " in shadow mode until then, which changes nothing and counts what is lost"
+        what = (
+            "gives its page, keys and limits"
+            if after.alone
+            else "in shadow mode changes nothing, and counts what is lost"
+        )
         lines += [
             f"{written}; nothing for vLLM, which stays as it is",
             "",
-            f"A gateway before it{shadow}:",
+            f"A gateway before it {what}:",
             f"  sh {shlex.quote(str(places.out / GATEWAY))}",
             f"{python} doctor --worker {gateway_worker(recipe)} --gateway {base}",
         ]
@@ -172,8 +179,7 @@ def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: 
 
 def left_behind(recipe: Recipe, places: Places) -> list[str]:
     """Lines of `undo.sh` that say what stays of what vLLM ran with, and how to remove it."""
-    built = recipe.kind in IN_IMAGES or (recipe.kind is RecipeKind.UNIT and bool(recipe.image))
-    docker = recipe.program
+    built, docker = bool(recipe.image) and recipe.kind is not RecipeKind.SPARK, recipe.program
     left = {
         f"what was cached while the image was built: {docker} builder prune": built,
         f"the image {places.image}: {docker} image rm {places.image}": places.image,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from proxy.commands.recipe_text import MOST_FILLED, MOST_LEVELS
 from proxy.errors import SettingsError
 
-Span = tuple[int, int]  # of the script's characters
+Range = tuple[int, int]  # of the script's characters
 
 _BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)*+")
 _ENDS = " \t\r\n;&|<>()"  # of a word
@@ -30,18 +30,18 @@ _OPAQUE = re.compile(r"`(?:[^`\\]|\\.)*`|\$\(\((?:[^()]|\([^()]*\))*\)\)", re.S)
 
 class Word(NamedTuple):
     value: str  # without quotes, and with what its expansions hold
-    spans: Sequence[Span]  # of each character: where that is written
-    place: Span  # of the word itself, with its quotes
-    edit: Span | None = None  # what holds it and nothing else, which may be where a variable is set
+    spans: Sequence[Range]  # of each character: where that is written
+    place: Range  # of the word itself, with its quotes
+    edit: Range | None = None  # what holds it and nothing else, which may be where a variable is set
     unseen: Sequence[str] = ()  # expansions in it of which nothing is known
     several: bool = False  # because of those it may be several words, or none
 
 
-class Command(NamedTuple):
+class ShellCommand(NamedTuple):
     words: Sequence[Word]
     variables: Mapping[str, str]  # for it alone
     before: str  # the operator or keyword in front of it
-    place: Span
+    place: Range
     is_cut: bool  # by a comment, between lines that are to be one
 
 
@@ -59,17 +59,18 @@ class Script:
         text: str,
         known: Mapping[str, str] | None,
         source: str,
-        spans: Sequence[Span] | None = None,
+        spans: Sequence[Range] | None = None,
         level: int = 0,
     ) -> None:
         self._text, self.known, self.source, self._spans, self._level = text, known, source, spans, level
         self._at = self._start = self._depth = 0
         self._left = MOST_FILLED
         self._documents: list[str] = []  # by what ends them, from the next line on
-        self._inside: list[Command] = []  # of substitutions
+        self._inside: list[ShellCommand] = []  # of substitutions
         self._conditional: set[str] = set()  # variables that are set by a condition alone
         self.names: dict[str, Sequence[Word] | None] = {}  # variables and arrays that are set so far; None: not seen
         self.ambiguous: dict[str, None] = {}  # those that may hold something else, by a condition
+        self.own_names: list[int] = []  # where it names itself, by which it finds files beside it
         self.sourced: list[str] = []  # files of which nothing is seen
 
     @property
@@ -82,7 +83,7 @@ class Script:
         expanded = None if self.known is None else known
         return Script(word.value, expanded, self.source, word.spans, self._level + 1)
 
-    def commands(self, close: str = "") -> Iterator[Command]:
+    def commands(self, close: str = "") -> Iterator[ShellCommand]:
         """In their order, with those of substitutions before. Raises `SettingsError` for what is not closed."""
         self._go_deeper()
         text, before = self._text, "\n"
@@ -115,7 +116,7 @@ class Script:
         if self._level > MOST_LEVELS:
             raise SettingsError(f"{self.source}: its brackets and quotes are too many inside each other")
 
-    def _command(self, before: str) -> Command:
+    def _command(self, before: str) -> ShellCommand:
         text, start = self._text, self._at
         end, is_cut = start, False
         words: list[Word] = []
@@ -149,7 +150,7 @@ class Script:
         elif [word.value for word in words[:2]] == ["set", "--"]:
             self.names["@"] = words[2:]
         own = {name: value[0].value for name, _, _, value in assigned if value}
-        return Command(words, own, before, self._span(start, end), is_cut)
+        return ShellCommand(words, own, before, self._span(start, end), is_cut)
 
     def _array(self) -> list[Word]:
         words: list[Word] = []
@@ -261,6 +262,7 @@ class Script:
             return _Expansion(None, False, is_quoted)
         self._at = found.end()
         name, operator, other = found[1] or found[3], found[6], None
+        self.own_names += [start] if name in ("0", "BASH_SOURCE") and not found[2] else []
         is_array = name in ("@", "*") or found[4] in ("[@]", "[*]")
         if found[3]:
             self._go_deeper()
@@ -285,7 +287,7 @@ class Script:
             raise SettingsError(f"{self.source}: what it is filled with has more than {MOST_FILLED:,} characters")
         return _Expansion(words, is_array, is_quoted)
 
-    def _held(self, name: str, span: Span = (0, 0)) -> Sequence[Word] | None:
+    def _held(self, name: str, span: Range = (0, 0)) -> Sequence[Word] | None:
         """What a variable holds; None: that is not seen, or it is not set."""
         if name in self.names:
             words = self.names[name]
@@ -314,22 +316,22 @@ class Script:
     def _line_end(self) -> int:
         return end if (end := self._text.find("\n", self._at)) >= 0 else len(self._text)
 
-    def _span(self, start: int, end: int) -> Span:
+    def _span(self, start: int, end: int) -> Range:
         """In the script, of a place in this text."""
         if not self._spans:
             return start, end
         last = len(self._spans) - 1
         return self._spans[min(start, last)][0], self._spans[min(max(start, end - 1), last)][1]
 
-    def _edit(self, start: int, end: int) -> Span | None:
+    def _edit(self, start: int, end: int) -> Range | None:
         """The same, unless what is written there holds more."""
         spans = self._spans or ()
         is_cut = any(0 < at < len(spans) and spans[at - 1] == spans[at] for at in (start, end))
         return None if is_cut else self._span(start, end)
 
 
-def _joined(words: Sequence[Word], place: Span, between: str = "") -> Word:
-    spans: list[Span] = []
+def _joined(words: Sequence[Word], place: Range, between: str = "") -> Word:
+    spans: list[Range] = []
     for number, word in enumerate(words):
         spans += [word.place] * len(between if number else "")
         spans += word.spans

@@ -174,12 +174,13 @@ def test_a_container_is_run_again_as_docker_tells_it_and_what_it_says_is_no_shel
     assert (machine.out / "start.sh").stat().st_mode & 0o077 == 0  # it holds the token
     *_, stop, run = machine.run("start.sh")
     assert stop == ["docker", "stop", "qwen36"]
-    name = run[3].partition("=")[2]
+    name = run[2].partition("=")[2]
     image = run.index(name)
-    kept = f"name={name} label=seamark.setup={name} env=HF_TOKEN=hf_secret volume=/home/me/models:/models ipc=host"
+    kept = f"label=seamark.setup={name} env=HF_TOKEN=hf_secret volume=/home/me/models:/models ipc=host"
     kept += " shm-size=17179869184 publish=192.168.1.5:8010:8000/tcp restart=unless-stopped gpus=all"
-    assert {f"--{each}" for each in kept.split()} == set(run[3:image])
-    assert run[image + 1 :] == [*INSPECTED["Config"]["Cmd"], "--host", "0.0.0.0"]  # noqa: S104
+    assert {f"--{each}" for each in kept.split()} | {"-d"} == set(run[3:image])
+    model, *flags = INSPECTED["Config"]["Cmd"]
+    assert run[image + 1 :] == [model, "--host", "0.0.0.0", *flags]  # noqa: S104
     assert ["docker", "start", "qwen36"] in machine.run("undo.sh") and not machine.out.exists()
 
 
@@ -225,7 +226,7 @@ def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
     "theirs", ["mods/seamark/run.sh", "mods/seamark/vllm_seamark-0.1.whl", "recipes/seamark-qwen3.5-122b.yaml"]
 )
 def test_a_checkout_gets_the_mod_unless_a_file_there_has_its_name_and_is_another(machine, theirs):
-    make = [str(machine.source / "deploy/spark-vllm-docker/make-mod.sh"), str(machine.spark)]
+    make = [str(machine.source / "deploy/spark-vllm-docker/make-mod.sh"), str(machine.spark), "seamark-qwen3.5-122b"]
     before = machine.files()
     for _ in range(2):  # what it made itself, it makes anew
         subprocess.run(make, check=True, capture_output=True)

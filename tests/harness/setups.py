@@ -51,8 +51,8 @@ class Result:
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self) -> str:
-        verdict = (self.said[1:2] if self.status == 0 else self.said[:1]) or [""]
-        kind = self.said[0].partition(" for ")[0] if self.status == 0 else "refused"
+        verdict = (self.said[1:2] if self.status < 2 else self.said[:1]) or [""]
+        kind = self.said[0].partition(" for ")[0] if self.status < 2 else "refused"
         return " | ".join([self.name, kind, verdict[0][:110], f"{self.status}/{self.doctor}", self.words, self.trees])
 
 
@@ -75,6 +75,8 @@ class Machine:
             self.program(self.place(each))
         for each, text in told.get("files", {}).items():
             self.file(self.place(each), text)
+        for each, name in told.get("installed", {}).items():
+            self.file(self.place(each), (case / name).read_text(), 0o755)
         self.environment = {"HOME": HOME, "USER": "me", "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
         self.environment |= told.get("environment", {})
 
@@ -140,7 +142,7 @@ def run_case(case: Path, scratch: Path, keep: Path | None = None) -> Result:
             shutil.copytree(written, keep / case.name / "written", dirs_exist_ok=True)
     before = theirs.notes()
     ours.notes()
-    if status == 0 and way:
+    if (written / "run.sh").exists() and way:
         started = ours.run("sh", f"{OUT}/run.sh", *arguments)
         after = ours.notes()
         undone = ours.run("sh", f"{OUT}/undo.sh", folder=HOME)
@@ -153,6 +155,10 @@ def run_case(case: Path, scratch: Path, keep: Path | None = None) -> Result:
         result.notes = {"alone": alone, "before": before, "started": started, "after": after, "undone": undone}
         if keep:
             (keep / case.name / "notes.json").write_text(json.dumps(result.notes, indent=1))
+    elif status < 2:
+        undone = ours.run("sh", f"{OUT}/undo.sh", folder=HOME)
+        left = sorted(name for name in ours.tree() if "seamark" in name)
+        result.words, result.trees = "no worker's files", "equal" if not left and undone[0] == 0 else f"{undone}: {left}"
     return result
 
 
@@ -230,8 +236,8 @@ def main(argv: Sequence[str]) -> int:
         results = [run_case(each.resolve(), Path(scratch) / each.name, args.keep) for each in args.folders]
         print("\n".join(each.row() for each in results))
         subprocess.run(["umount", "--lazy", scratch], check=True)
-    taken = [each for each in results if each.status == 0]
-    fine = sum(each.words == each.trees == "equal" for each in taken)
+    taken = [each for each in results if each.status < 2]
+    fine = sum(each.trees == "equal" and each.words in ("equal", "no worker's files") for each in taken)
     print(f"{len(results)} ways: {len(results) - len(taken)} refused; of {len(taken)} taken {fine} as they were")
     return 0
 
