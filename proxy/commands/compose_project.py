@@ -119,6 +119,8 @@ class Project:
         for entry in place.fill(entries):
             given = entry if isinstance(entry, dict) else {"path": entry}
             paths, env_files = (_paths(given.get(name), place.folder) for name in ("path", "env_file"))
+            if not paths:
+                raise SettingsError(f"{place.path}: `include:` names no path")
             folder = place.folder / str(given.get("project_directory") or paths[0].parent)
             known = _known(folder, env_files, place.known)
             services |= _spelt_again(fill(self._merged_files(paths, folder, known), known, str(place.path)))

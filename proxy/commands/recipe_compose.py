@@ -100,6 +100,8 @@ def _arguments(service: Mapping[str, Any], environment: Mapping[str, str], where
             each if UNSET.search(each) else UNSET.sub(r"${\1}", fill(each, environment, where)) for each in arguments
         ]
     model = Recipe(RecipeKind.COMPOSE, where, "", arguments).model
+    if not model:
+        raise SettingsError(f"{where}: nothing says which model vLLM serves; write it in `command:`")
     if "$" in model:
         cure = "write it out, or under `environment:`"
         raise SettingsError(f"{where}: the model is the container's {model}, which is not seen here; {cure}")

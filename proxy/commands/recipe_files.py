@@ -239,6 +239,8 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
         first += unit_files.plugin_lines(recipe.python, install, LIST)
         notes = [f"run.sh puts the plugin into vLLM's environment, if it is not there: {install}"]
         undo = [*unit_files.undo_plugin_lines(recipe.python, LIST), *undo]
+    if (user := unit_files.gateway_user(unit)) != unit.user and not unit.is_of_user:
+        notes = [*notes, f"the gateway runs as {user}, since Seamark lies where others may not read it"]
     run = script(
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
         *first,

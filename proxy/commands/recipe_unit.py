@@ -64,7 +64,7 @@ def of_unit(path: Path, name: str) -> Recipe:
         cure = f"give an instance: {name.replace('@.', '@NAME.')}" if "@.service" in name else "setup takes one"
         raise SettingsError(f"{source}: {len(commands)} commands in ExecStart=; {cure}")
     prefix, command = re.match(r"([@:+!|-]*)(.*)", commands[0], re.S).groups()  # type: ignore[union-attr]  # fits all
-    user = settings.get("Service.User", [""])[-1]
+    user = (settings.get("Service.User") or [""])[-1]
     instance = name.partition("@")[2].removesuffix(".service")
     filled = {
         "%": "%",
@@ -85,7 +85,7 @@ def of_unit(path: Path, name: str) -> Recipe:
     outside = {**(os.environ if missing else {}), **known}
     text, script, path_of_it = specified(command).replace("$$", "$"), "", path
     if not _STARTS.search(f"{text} "):
-        folder = specified(settings.get("Service.WorkingDirectory", [""])[-1]).lstrip("-")
+        folder = specified((settings.get("Service.WorkingDirectory") or [""])[-1]).lstrip("-")
         script, command = _script(text, folder, source), specified(command)
         path_of_it = Path(folder, script).absolute()
         text = read_text(path_of_it)

@@ -116,15 +116,11 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
             f"{python} bench mine --base-url {base}",
         ]
     else:
-        what = (
-            "gives its page, keys and limits"
-            if after.alone
-            else "in shadow mode changes nothing, and counts what is lost"
-        )
+        shadow = "in shadow mode changes nothing, and counts what is lost"
         lines += [
             f"{written}; nothing for vLLM, which stays as it is",
             "",
-            f"A gateway before it {what}:",
+            f"A gateway before it {'gives its page, keys and limits' if after.alone else shadow}:",
             f"  sh {shlex.quote(str(places.out / GATEWAY))}",
             f"{python} doctor --worker {gateway_worker(recipe)} --gateway {base}",
         ]
