@@ -76,7 +76,7 @@ class Machine:
             self.answer(name)
         shutil.copytree(DEPLOY / "spark-vllm-docker", self.source / "deploy/spark-vllm-docker")
         shutil.copy(DEPLOY / "compose.yaml", self.source / "deploy")
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
             (self.source / name).touch()
         # In place of pip, whose wheel is a real one in tests/distribution.
         self.program(self.bin / "python3", "python3", 'date +%N > "$7/vllm_seamark-1-py3-none-any.whl"')
