@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -142,14 +142,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, dict):
         return json.dumps(value, default=str, skipkeys=True)
     return "" if value is None else str(value)
-
-
-def with_address(recipe: Recipe, ports: Iterable[Any], *, shares_network: bool) -> Recipe:
-    """With the place where clients find it: at one of a container's `ports`, or else on this machine alone."""
-    if shares_network:
-        return recipe
-    own = recipe.port
-    return replace(recipe, listens=next(filter(None, (published(port, own) for port in ports)), ("127.0.0.1", own)))
 
 
 def published(port: Any, own: int) -> tuple[str, int] | None:

@@ -185,7 +185,8 @@ def _python(words: Sequence[str], activated: str) -> str:
         return words[words.index("-m") - 1]
     if "run" in words and {"-n", "-p"} & {*words}:  # conda's
         return f"{' '.join(words[:-2])} python"
-    return f"{words[-2].removesuffix('vllm')}python" if "/" in words[-2] else activated
+    program = "".join(words[-2:-1])
+    return f"{program.removesuffix('vllm')}python" if "/" in program else activated
 
 
 def _is_of_vllm(start: Start) -> bool:
@@ -206,7 +207,9 @@ def _docker_run(start: Start) -> DockerRun:
         elif not option.startswith("-"):
             break
         else:
-            has_value = not _SWITCHES.fullmatch(option) if option[1] == "-" else len(option[1:].lstrip(_LETTERS)) == 1
+            has_value = (
+                not _SWITCHES.fullmatch(option) if option.startswith("--") else len(option[1:].lstrip(_LETTERS)) == 1
+            )
             at += 1 + has_value  # the next word
     options, left = words[:at], words[at + 1 :]
     if hiding and not (words[at:] and (_IMAGE.search(words[at].value) or behind_serve([word.value for word in left]))):
@@ -264,6 +267,8 @@ def how_to_say(unseen: str, source: str, own: Container[str] = ()) -> str:
     name = _NAMED.search(unseen)
     if name and name[1] not in own and "[" not in unseen and os.path.isfile(source):
         return f"set it for this command, too: {name[1]}=... seamark setup {source}"
+    if name and source == "the command":
+        return f"write it out, or set it before: export {name[1]}=..."
     return "write it out in a copy, as a default (${1:-VALUE}) or a word, and give that to seamark setup"
 
 

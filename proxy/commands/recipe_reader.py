@@ -77,7 +77,12 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     arguments, environment = [word.value for word in line.words], {**known, **line.variables}
     builds = tuple(map(str, field_of(document, "build_args", list, source)))
     image = document["container"]
-    return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
+    is_cut = as_lines(document["command"]) != document["command"]
+    notes = [
+        "a line that begins with - is read as more of the one before, and written so: no backslash says it"
+    ] * is_cut
+    recipe = Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
+    return replace(recipe, notes=notes)
 
 
 def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
