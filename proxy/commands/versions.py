@@ -14,7 +14,7 @@ RELEASE = IMAGE.rpartition(":v")[2]  # to take in place of another version
 # An image of vLLM's own: repository, version (none with `latest`, `nightly` or a model's name), variant (`-cu130`).
 _OWN = re.compile(
     r"((?:[\w.:-]+/)*vllm-openai(?:-\w+)?)"
-    r"(?::(?:v(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)[\w.]{0,64}|[\w.-]{1,128}?))?(-cu\d+|(?<=\d)-[\w.-]{1,128})?(?:@.*)?",
+    r"(?::(?:v(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)[\w.]{0,64}(-[\w.-]{1,128})?|[\w.-]{1,128}?(-cu\d+)?))?(?:@.*)?",
     re.ASCII,
 )
 _SPARK = re.compile(r"vllm-node-(\d{1,6}\.\d{1,6}\.\d{1,6})", re.ASCII)  # as the doctor's cure names it
@@ -55,7 +55,7 @@ def tag_version(image: str) -> str:
 def release_image(image: str) -> str:
     """The one that the plugin fits in place of an image of vLLM's own, of the same variant; empty for another image."""
     found = _OWN.fullmatch(image)
-    return f"{found[1]}:v{RELEASE}{found[3] or ''}" if found else ""
+    return f"{found[1]}:v{RELEASE}{found[3] or found[4] or ''}" if found else ""
 
 
 def is_supported(version: str) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from proxy.commands.outlook import Outlook, outlook
 from proxy.commands.recipe import Recipe, RecipeKind
 from proxy.commands.recipe_reader import read_recipe
+from proxy.commands.versions import release_image
 from proxy.errors import SettingsError
 
 
@@ -97,6 +98,13 @@ def test_each_way_has_a_command_that_asks_and_one_that_takes_a_vllm_that_fits(ki
     image = "" if kind in (RecipeKind.COMMAND, RecipeKind.CONFIG, RecipeKind.LAUNCHER) else "mine:1"
     seen = Recipe(kind, "a", "llm", [QWEN], image=image, document={}, text="/v/bin/vllm serve m")
     expect_golden("outlook", f"of {kind}", told_of(outlook(seen)))
+
+
+@pytest.mark.parametrize("tag", ["qwen38-flash-next", "latest", "v0.27.1", "v0.6.6.post1", "v0.30.0rc1@sha256:ab"])
+@pytest.mark.parametrize("variant", ["", "-cu130"])
+def test_an_image_gives_way_to_one_of_its_variant_whatever_model_its_tag_names(tag, variant):
+    name, at, digest = tag.partition("@")
+    assert release_image(f"vllm/vllm-openai:{name}{variant}{at}{digest}") == f"vllm/vllm-openai:v0.33.0{variant}"
 
 
 def test_of_several_obstacles_the_first_to_be_changed_is_said():
