@@ -13,8 +13,8 @@ import socket
 import ssl
 from base64 import b64encode
 from collections import defaultdict
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 from urllib.parse import urlsplit
 
 import aiohappyeyeballs
@@ -41,8 +41,6 @@ NAME_SECONDS = 10.0  # that the addresses of a name are believed
 
 NEXT_ADDRESS_SECONDS = 0.25  # that one address may take before the next one is tried beside it (RFC 8305, 5)
 
-PORTS = {"http": 80, "https": 443}
-
 
 class Unreachable(Exception):
     """No connection to the worker: nothing was sent, so another worker can be tried. The message says why."""
@@ -64,8 +62,8 @@ class Upstream:
         self._connect_timeout = connect_timeout
         self._most_head = max_header_bytes + MORE_HEADER_BYTES
         self._open: set[Connection] = set()
-        self._idle: defaultdict[str, list[Connection]] = defaultdict(list)  # by place, as `_Target` has it
-        self._names: TTLCache[str, asyncio.Task[list[Any]]] = TTLCache(1024, NAME_SECONDS)  # addresses by place
+        self._idle: defaultdict[str, list[Connection]] = defaultdict(list)  # by scheme, host and port
+        self._names: TTLCache[str, list[Any]] = TTLCache(1024, NAME_SECONDS)  # their addresses, by place
         self._checking: asyncio.TimerHandle | None = None
         self._credentials: dict[str, tuple[bytes, bytes]] = {}  # header, by address
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
@@ -88,15 +86,17 @@ class Upstream:
         """
         if self._credentials:
             headers = self._authorized(url, headers)
-        target = _target(url)
+        scheme, _, rest = url.partition("://")
+        host, _, target = rest.partition("#")[0].partition("/")
         has_body = bool(body) or method not in SAFE
-        head = _head(method, target.line, headers, len(body) if has_body else None)
-        connection = await self._connection(target.place, fresh)
+        named = host.removesuffix(":443" if scheme == "https" else ":80")
+        first = b"%b /%b HTTP/1.1\r\nHost: %b\r\n" % (method.encode(), target.encode("latin-1"), named.encode())
+        head = _head(first, headers, len(body) if has_body else None)
+        connection = await self._connection(f"{scheme}://{host}", fresh)
         if connection.is_stale():
-            connection.end(None)
+            connection.close()
             raise (Stale if connection.was_kept else Unreachable)("it closes connections, or speaks before it is asked")
-        answer = connection.send(head, body, read_timeout, is_head=method == "HEAD", may_repeat=not has_body)
-        return await answer.begun()
+        return await connection.ask(head, body, read_timeout, is_head=method == "HEAD", may_repeat=not has_body)
 
     async def fetch(
         self, method: str, url: str, body: bytes = b"", timeout: float | None = None, headers: Headers = ()
@@ -136,7 +136,7 @@ class Upstream:
         if self._checking is not None:
             self._checking.cancel()
         for connection in [*self._open]:
-            connection.end(None)
+            connection.close()
         await asyncio.sleep(0)  # the loop closes them
 
     def _authorized(self, url: str, headers: Headers) -> Headers:
@@ -158,34 +158,24 @@ class Upstream:
             raise (Exhausted if _is_own_shortage(error) else kind)(self._why_not(error, number)) from error
 
     async def _dial(self, place: str, idle: list[Connection] | None) -> Connection:
-        """A new one, to the first address that takes it: those of IPv6 and IPv4 are tried in turn (RFC 8305, 4)."""
+        """A new one. Of several addresses, those of IPv6 and IPv4 are tried alternately (RFC 8305, 4 and 5)."""
         loop, parts = asyncio.get_running_loop(), urlsplit(place)
-        host = parts.hostname or ""
-        tls: Any = {"ssl": _tls(), "server_hostname": host.rstrip(".")} if parts.scheme == "https" else {}
+        is_tls, host = parts.scheme == "https", parts.hostname or ""
         async with asyncio.timeout(self._connect_timeout):
-            addresses = await self._addresses(place, host, parts.port or PORTS[parts.scheme])
+            known = self._names.get(place)
+            if known is None:
+                port = parts.port or (443 if is_tls else 80)
+                known = self._names[place] = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses = [*known]
+            known.append(known.pop(0))  # the next connection begins with the next one
             made = await aiohappyeyeballs.start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_SECONDS)
+            tls: Any = {"ssl": _tls(), "server_hostname": host.rstrip(".")} if is_tls else {}
             _, connection = await loop.create_connection(
                 lambda: Connection(self._most_head, idle, self._open), sock=made, **tls
             )
         if self._checking is None:
             self._check()
         return connection
-
-    async def _addresses(self, place: str, host: str, port: int) -> list[Any]:
-        """Found in a thread, once for all who wait. Of several, the next connection begins with the next one."""
-        if (asked := self._names.get(place)) is None:
-            loop = asyncio.get_running_loop()
-            asked = loop.create_task(loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))
-            self._names[place] = asked
-        try:
-            found = await asyncio.shield(asked)
-        except OSError:
-            self._names.pop(place, None)
-            raise
-        addresses = [*found]
-        found.append(found.pop(0))
-        return addresses
 
     def _check(self) -> None:
         for connection in [*self._open]:
@@ -206,27 +196,9 @@ class Upstream:
         return os.strerror(number).lower() if number else "no connection"
 
 
-class _Target(NamedTuple):
-    """What a URL names."""
-
-    place: str  # scheme, host and port
-    line: bytes  # the rest of a request's first line, and its `Host`
-
-
-@lru_cache(1024)
-def _target(url: str) -> _Target:
-    """Its escapes stay as the client wrote them. Most requests go to a handful of addresses."""
-    parts = urlsplit(url)
-    place = f"{parts.scheme}://{parts.netloc}"
-    path = url[len(place) :].partition("#")[0]  # urlsplit drops an empty query
-    path = path if path.startswith("/") else "/" + path
-    host = parts.netloc.removesuffix(f":{PORTS[parts.scheme]}").encode("idna")
-    return _Target(place, b" %b HTTP/1.1\r\nHost: %b\r\n" % (path.encode("latin-1"), host))
-
-
-def _head(method: str, line: bytes, headers: Headers, size: int | None) -> bytes:
-    """A request's head, its headers byte for byte; `size` of the body. Raises `ValueError` as `Upstream.send`."""
-    parts = [method.encode(), line]
+def _head(first: bytes, headers: Headers, size: int | None) -> bytes:
+    """A request's head, its headers byte for byte; `size`: of its body. Raises `ValueError`, see `Upstream.send`."""
+    parts = [first]
     for name, value in headers:
         parts += (name, b": ", value, b"\r\n")
     parts.append(b"\r\n" if size is None else b"Content-Length: %d\r\n\r\n" % size)
@@ -237,11 +209,7 @@ def _head(method: str, line: bytes, headers: Headers, size: int | None) -> bytes
     return head
 
 
-@cache
-def _tls() -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    context.set_alpn_protocols(["http/1.1"])
-    return context
+_tls = cache(ssl.create_default_context)
 
 
 def _is_own_shortage(error: Exception) -> bool:

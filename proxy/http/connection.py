@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import select
-from collections.abc import AsyncIterator, Sequence
+import ssl
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httptools
@@ -23,7 +24,7 @@ KEEPALIVE_SECONDS = 4.0
 
 MOST_HELD = 2**16  # bytes of an answer that wait to be read; with more, the worker waits, too
 
-FRAMING = (b"content-length", b"transfer-encoding")
+CODING = b"transfer-encoding"
 
 
 class Broken(Exception):
@@ -43,16 +44,14 @@ class Malformed(Broken):
 
 
 class Answer:
-    """A worker's answer, its body still to be read. Call `close` afterwards.
+    """A worker's answer, its body still to be read. Call `close` afterwards."""
 
-    Its connection fills `pieces` where the bytes arrive, and `wake` then ends the wait for them.
-    """
-
-    __slots__ = ("_connection", "_error", "_waiter", "headers", "held", "pieces", "status")
+    __slots__ = ("_connection", "_error", "_waiter", "headers", "held", "named", "pieces", "status")
 
     def __init__(self, connection: Connection) -> None:
         self.status = 0  # until its head is here
         self.headers: Headers = ()  # names and values as they came
+        self.named: Mapping[bytes, bytes] = {}  # the first value of each name, in lower case
         self.pieces: list[bytes] = []  # of its body, not yet read
         self.held = 0  # bytes of them
         self._connection: Connection | None = connection  # until its end is here
@@ -60,8 +59,8 @@ class Answer:
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: str) -> str | None:
-        wanted = name.lower().encode()
-        value = next((value for each, value in self.headers if each.lower() == wanted), None)
+        """The first value of that name."""
+        value = self.named.get(name.lower().encode())
         return None if value is None else value.decode(errors="surrogateescape")
 
     @property
@@ -81,7 +80,7 @@ class Answer:
         while not (pieces := self.pieces):
             if self._connection is None and self._error is None:
                 return b""
-            await self._more()
+            await self.more()
         self.pieces, self.held = [], 0
         if self._connection is not None:
             self._connection.resume()
@@ -108,19 +107,10 @@ class Answer:
     def close(self) -> None:
         """Close the connection if the body has not come to its end; otherwise that may serve another request by now."""
         if self._connection is not None:
-            self._connection.end(Broken("given up"))
+            self._connection.close()
 
-    async def begun(self) -> Answer:
-        """The same, once its head is here. Raises `Broken`; whatever is raised, the connection is closed."""
-        try:
-            while not self.status:
-                await self._more()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    async def _more(self) -> None:
+    async def more(self) -> None:
+        """Return once more of it is here, or its end. Raises `Broken`."""
         if self._error is not None:
             raise self._error
         self._waiter = asyncio.get_running_loop().create_future()
@@ -131,7 +121,7 @@ class Answer:
             self._waiter.set_result(None)
 
     def end(self, error: Broken | None) -> None:
-        """Nothing more comes: the answer is complete, or this is why it is not."""
+        """No more will come: it is complete, or this is why it is not."""
         self._connection, self._error = None, error
         self.wake()
 
@@ -158,10 +148,9 @@ class Connection(asyncio.Protocol):
         self._limit: float | None = None  # seconds of silence
         self._is_head_all = self._may_repeat = False  # of the request
         self._fields: list[tuple[bytes, bytes]] = []  # of the head that comes, or trailers
+        self._unread = 0  # bytes that came since the last head, or piece of a body
+        self._unsent = 0  # bytes of the request, when it was last looked at
         self._is_framed = self._is_complete = self._keeps = False  # of the answer; framed: it says where it ends
-        self._unread = self._unsent = (
-            0  # bytes since the last head or piece of a body; of the request, at the last look
-        )
         self._is_paused = False
         self.was_kept = False  # it has served a request before
         self._heard = self._loop.time()  # when something came last, or a request was sent
@@ -170,17 +159,23 @@ class Connection(asyncio.Protocol):
         """Whether the worker has closed it or sent what nobody asked for, even if the event loop has not seen it."""
         return self._transport.is_closing() or (self.was_kept and bool(self._poll.poll(0)))
 
-    def send(self, head: bytes, body: bytes, limit: float | None, *, is_head: bool, may_repeat: bool) -> Answer:
-        """Send a request, all of it at once: the body is in memory anyway. Its answer, of which nothing is here yet.
+    async def ask(self, head: bytes, body: bytes, limit: float | None, *, is_head: bool, may_repeat: bool) -> Answer:
+        """Send a request, and return once the answer's head is here. The body goes all at once: it is in memory anyway.
 
         `limit`: seconds of silence, or without progress of a body on its way; `is_head`: the method is HEAD;
-        `may_repeat`: it may be sent again although the worker may have read it.
+        `may_repeat`: it may be sent again although the worker may have read it. Raises `Broken`.
         """
         self._answer = answer = Answer(self)
         self._limit, self._is_head_all, self._may_repeat = limit, is_head, may_repeat and self.was_kept
         self._fields, self._unread, self._is_complete = [], 0, False
         self._heard = self._loop.time()
-        self._transport.writelines((head, body))
+        try:
+            self._transport.writelines((head, body))
+            while not answer.status:
+                await answer.more()
+        except BaseException:
+            answer.close()
+            raise
         return answer
 
     def resume(self) -> None:
@@ -189,12 +184,15 @@ class Connection(asyncio.Protocol):
             self._is_paused, self._heard = False, self._loop.time()
             self._transport.resume_reading()
 
-    def end(self, error: Broken | None, keeps: bool = False) -> None:
-        """The answer under way is complete, or this is why it never will be. Unless it `keeps`, close at once."""
+    def close(self, error: Broken | None = None) -> None:
+        """At once, whatever is under way; `error` says why to whoever reads the answer."""
+        self._end(error or Broken("given up"))
+
+    def _end(self, error: Broken | None, keeps: bool = False) -> None:
         answer, self._answer = self._answer, None
         if answer is not None:
             answer.end(error)
-        if self._idle is not None and keeps and not self._transport.get_write_buffer_size():
+        if keeps and self._idle is not None and not self._transport.get_write_buffer_size():
             self.was_kept = True
             self._idle.append(self)
             return
@@ -207,15 +205,13 @@ class Connection(asyncio.Protocol):
         now = self._loop.time()
         if self._answer is None:
             if now - self._heard > KEEPALIVE_SECONDS:
-                self.end(None)
+                self.close()
         elif self._limit is not None and not self._is_paused:
             unsent = self._transport.get_write_buffer_size()
             if unsent != self._unsent:
                 self._unsent, self._heard = unsent, now
             elif now - self._heard > self._limit:
-                self.end(Silent(f"nothing came for {self._limit:g} s"))
-
-    # What asyncio calls.
+                self.close(Silent(f"nothing came for {self._limit:g} s"))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport  # uvloop's is none by inheritance
@@ -226,7 +222,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
         if (answer := self._answer) is None:  # nobody asked for it
-            self.end(None)
+            self.close()
             return
         self._unread += len(data)
         fault = ""
@@ -235,9 +231,9 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             fault = str(error.__context__ or error)
         if self._is_complete:
-            self.end(None, keeps=self._keeps and not fault)
+            self._end(None, keeps=self._keeps and not fault)
         elif fault or self._unread > self._most_head:
-            self.end(Malformed(fault or "a head, or what stands between the pieces of a body, is too long"))
+            self.close(Malformed(fault or "a head, or what stands between the pieces of a body, is too long"))
         else:
             if answer.held > MOST_HELD:
                 self._is_paused = True
@@ -245,17 +241,23 @@ class Connection(asyncio.Protocol):
             answer.wake()
 
     def eof_received(self) -> None:
-        if self._answer is None or (self._answer.status and not self._is_framed):
-            self.end(None)
+        tls = self._transport.get_extra_info("ssl_object")
+        try:
+            is_cut = tls is not None and bool(tls.read(1))
+        except ssl.SSLError:  # there was no alert
+            is_cut = True
+        if self._answer is not None and self._answer.status and not (self._is_framed or is_cut):
+            self._end(None)
+        else:
+            self.connection_lost(None)  # now, although some of the request may still be unsent
 
     def connection_lost(self, error: Exception | None) -> None:
         self._open_ones.discard(self)
-        is_unread = self._may_repeat and self._answer is not None and not (self._answer.status or self._unread)
-        self.end((Stale if is_unread else Broken)(str(error or "the connection was closed")))
+        is_unread = self._answer is not None and not (self._answer.status or self._unread)
+        kind = Stale if self._may_repeat and is_unread else Broken
+        self.close(kind(str(error or "the worker closed the connection")))
 
-    # What the parser calls. A `ValueError` stops it.
-
-    def on_message_begin(self) -> None:
+    def on_message_begin(self) -> None:  # here begin the parser's calls; an error stops it
         if self._is_complete:
             raise ValueError("more than one answer")
 
@@ -267,18 +269,17 @@ class Connection(asyncio.Protocol):
         status, answer = self._parser.get_status_code(), self._answer
         if self._unread > self._most_head < sum(len(name) + len(value) + 4 for name, value in fields):
             raise ValueError("its head is too long")
-        if status == 101 or status < 100 or answer is None:
+        if answer is None or status == 101 or not 100 <= status < 600:
             raise ValueError(f"status {status}")
         self._unread = 0
         if status < 200:
             return
-        self._is_framed = False
-        for name, value in fields:
-            if (lower := name.lower()) == b"transfer-encoding" and (self._is_framed or value.lower() != b"chunked"):
-                raise ValueError("a transfer coding other than chunked")
-            self._is_framed = self._is_framed or lower in FRAMING
+        named = {name.lower(): value for name, value in reversed(fields)}
+        if CODING in named and [value.lower() for name, value in fields if name.lower() == CODING] != [b"chunked"]:
+            raise ValueError("a transfer coding other than chunked")
+        self._is_framed = CODING in named or b"content-length" in named
         self._keeps = self._parser.should_keep_alive() and self._parser.get_http_version() == "1.1"
-        answer.status, answer.headers = status, fields
+        answer.status, answer.headers, answer.named = status, fields, named
         if self._is_head_all:
             self._is_complete = True
             raise ValueError("a body")
