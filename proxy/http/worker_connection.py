@@ -48,18 +48,17 @@ class Answer:
 
     __slots__ = ("_connection", "_error", "_waiter", "headers", "held", "named", "pieces", "status")
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: WorkerConnection) -> None:
         self.status = 0  # until its head is here
         self.headers: Headers = ()  # names and values as they came
         self.named: Mapping[bytes, bytes] = {}  # the first value of each name, in lower case
         self.pieces: list[bytes] = []  # of its body, not yet read
         self.held = 0  # bytes of them
-        self._connection: Connection | None = connection  # until its end is here
+        self._connection: WorkerConnection | None = connection  # until its end is here
         self._error: Broken | None = None  # why there is no more of it
         self._waiter: asyncio.Future[None] | None = None
 
     def header(self, name: str) -> str | None:
-        """The first value of that name."""
         value = self.named.get(name.lower().encode())
         return None if value is None else value.decode(errors="surrogateescape")
 
@@ -107,7 +106,7 @@ class Answer:
     def close(self) -> None:
         """Close the connection if the body has not come to its end; otherwise that may serve another request by now."""
         if self._connection is not None:
-            self._connection.close()
+            self._connection.end(Broken("given up"))
 
     async def more(self) -> None:
         """Return once more of it is here, or its end. Raises `Broken`."""
@@ -126,7 +125,7 @@ class Answer:
         self.wake()
 
 
-class Connection(asyncio.Protocol):
+class WorkerConnection(asyncio.Protocol):
     """One connection, and at most one request under way on it. By RFC 9110 and 9112:
 
     - A bare CR or LF, a null byte, a space before a colon and a folded line are no HTTP (9112, 2.2, 5.1, 5.2).
@@ -139,7 +138,7 @@ class Connection(asyncio.Protocol):
       (9112, 9.3, 9.5), or sends more than its answer: what follows is nobody's (9112, 6.3).
     """
 
-    def __init__(self, most_head: int, idle: list[Connection] | None, open_ones: set[Connection]) -> None:
+    def __init__(self, most_head: int, idle: list[WorkerConnection] | None, open_ones: set[WorkerConnection]) -> None:
         """`most_head` in bytes, of a head; `idle`: where it waits for its next request, None: it serves one only."""
         self._most_head, self._idle, self._open_ones = most_head, idle, open_ones
         self._loop = asyncio.get_running_loop()
@@ -153,7 +152,7 @@ class Connection(asyncio.Protocol):
         self._is_framed = self._is_complete = self._keeps = False  # of the answer; framed: it says where it ends
         self._is_paused = False
         self.was_kept = False  # it has served a request before
-        self._heard = self._loop.time()  # when something came last, or a request was sent
+        self._heard = 0.0  # when something came last, or a request was sent (loop time)
 
     def is_stale(self) -> bool:
         """Whether the worker has closed it or sent what nobody asked for, even if the event loop has not seen it."""
@@ -184,11 +183,8 @@ class Connection(asyncio.Protocol):
             self._is_paused, self._heard = False, self._loop.time()
             self._transport.resume_reading()
 
-    def close(self, error: Broken | None = None) -> None:
-        """At once, whatever is under way; `error` says why to whoever reads the answer."""
-        self._end(error or Broken("given up"))
-
-    def _end(self, error: Broken | None, keeps: bool = False) -> None:
+    def end(self, error: Broken | None, keeps: bool = False) -> None:
+        """The answer under way is complete, or this is why it never will be. Close at once, unless this `keeps` it."""
         answer, self._answer = self._answer, None
         if answer is not None:
             answer.end(error)
@@ -205,16 +201,17 @@ class Connection(asyncio.Protocol):
         now = self._loop.time()
         if self._answer is None:
             if now - self._heard > KEEPALIVE_SECONDS:
-                self.close()
+                self.end(None)
         elif self._limit is not None and not self._is_paused:
             unsent = self._transport.get_write_buffer_size()
             if unsent != self._unsent:
                 self._unsent, self._heard = unsent, now
             elif now - self._heard > self._limit:
-                self.close(Silent(f"nothing came for {self._limit:g} s"))
+                self.end(Silent(f"nothing came for {self._limit:g} s"))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: Any = transport  # uvloop's is none by inheritance
+        self._heard = self._loop.time()
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
         self._open_ones.add(self)
@@ -222,7 +219,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
         if (answer := self._answer) is None:  # nobody asked for it
-            self.close()
+            self.end(None)
             return
         self._unread += len(data)
         fault = ""
@@ -231,9 +228,9 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             fault = str(error.__context__ or error)
         if self._is_complete:
-            self._end(None, keeps=self._keeps and not fault)
+            self.end(None, keeps=self._keeps and not fault)
         elif fault or self._unread > self._most_head:
-            self.close(Malformed(fault or "a head, or what stands between the pieces of a body, is too long"))
+            self.end(Malformed(fault or "a head, or what stands between the pieces of a body, is too long"))
         else:
             if answer.held > MOST_HELD:
                 self._is_paused = True
@@ -247,7 +244,7 @@ class Connection(asyncio.Protocol):
         except ssl.SSLError:  # there was no alert
             is_cut = True
         if self._answer is not None and self._answer.status and not (self._is_framed or is_cut):
-            self._end(None)
+            self.end(None)
         else:
             self.connection_lost(None)  # now, although some of the request may still be unsent
 
@@ -255,7 +252,7 @@ class Connection(asyncio.Protocol):
         self._open_ones.discard(self)
         is_unread = self._answer is not None and not (self._answer.status or self._unread)
         kind = Stale if self._may_repeat and is_unread else Broken
-        self.close(kind(str(error or "the worker closed the connection")))
+        self.end(kind(str(error or "the worker closed the connection")))
 
     def on_message_begin(self) -> None:  # here begin the parser's calls; an error stops it
         if self._is_complete:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.http.connection import Broken, Connection, Malformed
+from proxy.http.worker_connection import Broken, Malformed, WorkerConnection
 
 MOST_HEAD = 2000
 
@@ -29,8 +29,8 @@ class Read(NamedTuple):
 
 
 async def _read(pieces: list[bytes], method: str, unsent: int) -> tuple[Read, type[Broken] | bool]:
-    idle: list[Connection] = []
-    connection = Connection(MOST_HEAD, idle, set())
+    idle: list[WorkerConnection] = []
+    connection = WorkerConnection(MOST_HEAD, idle, set())
     transport = Mock(**{"get_write_buffer_size.return_value": unsent})
     with socket.socket() as own:
         transport.get_extra_info = {"socket": own}.get
