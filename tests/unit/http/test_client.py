@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
+import ssl
+import subprocess
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -297,3 +300,31 @@ async def test_the_addresses_of_a_name_are_tried_in_turn_and_looked_for_again(up
     found.pop()
     with pytest.raises(Refused):
         await upstream.send("GET", f"http://worker:{port}/")
+
+
+async def test_by_tls_a_certificate_has_to_be_trusted_and_an_answer_without_a_length_ends_with_an_alert(
+    upstream, tmp_path, monkeypatch
+):
+    made = str(tmp_path / "both.pem")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, "-keyout", made, "-out", made]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    worker = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    worker.load_cert_chain(made)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_cut = b"/cut" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nok")
+        await writer.drain()
+        if is_cut:
+            socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())).shutdown(socket.SHUT_WR)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=worker) as server:
+        url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(Unreachable, match="a certificate that is not trusted here"):
+            await upstream.send("GET", url + "/")
+        monkeypatch.setattr(client, "_tls", lambda: ssl.create_default_context(cafile=made))
+        assert await (await upstream.send("GET", url + "/")).read() == b"ok"
+        with pytest.raises(Broken):
+            await (await upstream.send("GET", url + "/cut")).read()
