@@ -176,10 +176,10 @@ class Upstream:
         return connection
 
     def _check(self) -> None:
-        for connection in [*self._open]:
-            connection.check()
         loop = asyncio.get_running_loop()
         self._checking = loop.call_later(CHECK_SECONDS, self._check) if self._open else None
+        for connection in [*self._open]:
+            connection.check()
 
     def _why_not(self, error: Exception, number: int | None) -> str:
         """Why there is no connection, in the words of an operator."""
