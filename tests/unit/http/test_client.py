@@ -16,7 +16,7 @@ import aiohappyeyeballs
 import pytest
 import uvloop
 
-from proxy.http import client
+from proxy.http import client, worker_connection
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Refused, Silent, Stale, Unreachable, Upstream
 from proxy.http.json_body import OverBound
 
@@ -328,3 +328,20 @@ async def test_by_tls_a_certificate_has_to_be_trusted_and_an_answer_without_a_le
         assert await (await upstream.send("GET", url + "/")).read() == b"ok"
         with pytest.raises(Broken):
             await (await upstream.send("GET", url + "/cut")).read()
+
+
+async def test_an_idle_connection_ends_and_one_that_was_to_be_new_serves_one_request(upstream, peer, monkeypatch):
+    await kept(upstream, peer)
+    (idle,) = upstream._idle[peer.url]
+    assert await (await exchange(upstream, peer, ANSWER + b"ok", fresh=True)).read() == b"ok"
+    assert upstream._idle[peer.url] == [idle] and peer.accepted == 2
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/", fresh=True))
+    await peer.accept()
+    peer.close()
+    with pytest.raises(Broken) as failed:
+        await sending
+    assert not isinstance(failed.value, Stale)  # nothing was kept
+    monkeypatch.setattr(worker_connection, "KEEPALIVE_SECONDS", 0.0)
+    async with asyncio.timeout(30):
+        while upstream._open:
+            await asyncio.sleep(0.01)
