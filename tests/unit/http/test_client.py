@@ -332,7 +332,7 @@ async def test_by_tls_a_certificate_has_to_be_trusted_and_an_answer_without_a_le
 
 async def test_an_idle_connection_ends_and_one_that_was_to_be_new_serves_one_request(upstream, peer, monkeypatch):
     await kept(upstream, peer)
-    (idle,) = upstream._idle[peer.url]
+    (idle,), at_the_peer = upstream._idle[peer.url], peer._taken
     assert await (await exchange(upstream, peer, ANSWER + b"ok", fresh=True)).read() == b"ok"
     assert upstream._idle[peer.url] == [idle] and peer.accepted == 2
     sending = asyncio.create_task(upstream.send("GET", peer.url + "/", fresh=True))
@@ -345,3 +345,4 @@ async def test_an_idle_connection_ends_and_one_that_was_to_be_new_serves_one_req
     async with asyncio.timeout(30):
         while upstream._open:
             await asyncio.sleep(0.01)
+    at_the_peer.close()
