@@ -68,6 +68,8 @@ def play(program: str, words: list[str]) -> int:
             note(installs=[program, *words])
             if "wheel" in words:
                 (Path(words[words.index("--wheel-dir") + 1]) / "vllm_seamark-0-py3-none-any.whl").touch()
+        case ["python" | "python3", "-c", "import engine_patches"]:
+            pass  # the plugin has been installed, as the note says
         case ["python" | "python3", *_]:
             os.execv(sys.executable, [program, *words])
         case ["nvidia-smi", *_]:
