@@ -107,13 +107,9 @@ def make_mod(source: Path, folder: Path) -> str:
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
     text = with_flags(recipe.text, recipe, os.environ, mod=shlex.quote(str(places.out / MOD)))
-    start = script(
-        "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it.",
-        f"{make_mod(places.source, places.out)} || exit",
-        f"cd {shlex.quote(str(target))} || exit",
-        *_own_name(recipe, text),
-        text=elsewhere(text),
-    )
+    make, enter = make_mod(places.source, places.out), f"cd {shlex.quote(str(target))}"
+    purpose = "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it."
+    start = _theirs(recipe, text, purpose, f"{make} || exit", f"{enter} || exit")
     return RecipeFiles({"start.sh": start})
 
 
@@ -131,7 +127,9 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     start = script(
         "Builds the image of your compose file with Seamark's plugin in it, and starts the service from that.",
         "# Your file stays as it is; undo.sh starts the service from it alone again, if that is what runs now.",
-        _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
+        f'if [ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]; then',
+        f"    {_note_that_it_ran(places)}",
+        "fi",
         *([f"{base} build {name}"] if "build" in project.fields else ()),
         _build(places, image).format(shlex.quote(places.image or recipe.image)),
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up -d "$@" {name}',
@@ -169,7 +167,7 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
         build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
     text = with_image(recipe, _outside(recipe), image, [f"--label={LABEL}={image}"], build, places.image)
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
-    start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
+    start = _theirs(recipe, text, purpose)
     ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
     if recipe.kind is RecipeKind.CONTAINER:
         ended = [f"end the container first: docker stop {recipe.name}; docker start {recipe.name} brings it back"]
@@ -184,7 +182,7 @@ def _command(recipe: Recipe, places: Places) -> RecipeFiles:
     text = with_flags(recipe.text, recipe, None if is_config else _outside(recipe))
     install = _pip_install(recipe.python, places.source)
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
-    start = script(purpose, f"#   {install}", *_own_name(recipe, text), text=elsewhere(text))
+    start = _theirs(recipe, text, purpose, f"#   {install}")
     uninstall = f"{install.partition(' install')[0]} uninstall vllm-seamark"
     undo = [f'echo "in vLLM\'s environment, if nothing else there needs it: {uninstall}"']
     notes = [f"once, in vLLM's environment: {install}", *_folder(recipe)]
@@ -203,7 +201,7 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     unit: Unit = recipe.document
     made = _WRITERS[unit.kind](replace(recipe, kind=unit.kind, source=str(unit.script_path)), places)
     is_plain = unit.kind is RecipeKind.COMMAND and not unit.script
-    line = with_flags(systemd.command_line(unit), recipe) if is_plain else ""
+    line = with_flags(unit.command, recipe) if is_plain else ""
     gateway = (places.source / "deploy/systemd/seamark-gateway.service").read_text()
     files = {} if is_plain else {systemd.SCRIPT: [*made.files.values()][-1]}
     files |= {systemd.DROP_IN: systemd.drop_in(unit, line)}
@@ -218,8 +216,7 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     run = script(
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
         *first,
-        _if_it_runs(places, systemd.ran_alone(unit)),
-        *systemd.install_lines(unit, has_script=not is_plain),
+        *systemd.install_lines(unit, _note_that_it_ran(places), has_script=not is_plain),
     )
     undo = systemd.undo_lines(unit, _again(f"$sudo systemctl start {shlex.quote(unit.name)}"))
     return RecipeFiles(files, [systemd.ROOT, *undo, *made.undo], made.notes, run)
@@ -230,8 +227,10 @@ def _outside(recipe: Recipe) -> Mapping[str, str]:
     return recipe.document.known if isinstance(recipe.document, Unit) else os.environ
 
 
-def _own_name(recipe: Recipe, text: str) -> list[str]:
-    return [f"{OWN_NAME}={shlex.quote(os.path.abspath(recipe.source))}"] if elsewhere(text) != text else []
+def _theirs(recipe: Recipe, text: str, purpose: str, *lines: str) -> str:
+    """A script that ends in the user's `text`, which finds what lies beside the user's own."""
+    own = [f"{OWN_NAME}={shlex.quote(os.path.abspath(recipe.source))}"] if elsewhere(text) != text else []
+    return script(purpose, *lines, *own, text=elsewhere(text))
 
 
 def _folder(recipe: Recipe) -> list[str]:
@@ -258,9 +257,8 @@ def _of_image(
     return RecipeFiles(files, undo, notes)
 
 
-def _if_it_runs(places: Places, runs: str) -> str:
-    """Notes that vLLM runs without Seamark, for `undo.sh`."""
-    return f"if {runs}; then echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}; fi"
+def _note_that_it_ran(places: Places) -> str:
+    return f"echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}"
 
 
 def _again(start: str) -> str:

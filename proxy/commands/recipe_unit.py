@@ -26,7 +26,6 @@ ROOT = 'if [ "$(id -u)" = 0 ]; then sudo=; else sudo=sudo; fi'  # for the lines 
 
 _STARTS = re.compile(r"vllm\s+serve\s|vllm\.entrypoints\.|\b(?:docker|podman)\s+(?:container\s+)?run\s")
 
-_HIDDEN = "\ue002"  # a dollar that is none of systemd's variables
 _CHANGED = re.compile(r"(?m)^(?:#|Environment|Documentation|ExecStart|DynamicUser|ProtectHome|WantedBy).*\n")
 
 
@@ -73,7 +72,8 @@ def of_unit(path: Path, name: str) -> Recipe:
     def specified(text: str) -> str:
         return re.sub(r"%(.)", lambda found: filled.get(found[1], found[0]), text)
 
-    known, missing = {}, []
+    known: dict[str, str] = {}
+    missing: list[Path] = []
     for given in settings.get("Environment", ()):
         with suppress(ValueError):  # a quote that is not closed, for which systemd ignores it
             known |= dict(word.partition("=")[::2] for word in shlex.split(specified(given)))
@@ -126,14 +126,9 @@ def _script(command: str, folder: str, source: str) -> str:
     return words[0]
 
 
-def command_line(unit: Unit) -> str:
-    """Its command as a line that a shell takes for the same, to be edited."""
-    return unit.command.replace("$$", _HIDDEN)
-
-
 def drop_in(unit: Unit, line: str) -> str:
     """Starts a line in place of the unit's command; an empty one: `SCRIPT` in place of the unit's script."""
-    line = line.replace(_HIDDEN, "$$") or unit.command.replace(unit.script or unit.command, _beside(unit, SCRIPT))
+    line = line or unit.command.replace(unit.script or unit.command, _beside(unit, SCRIPT))
     return f"# In place of the command of {unit.name}.\n[Service]\nExecStart=\nExecStart={unit.prefix}{line}\n"
 
 
@@ -160,7 +155,8 @@ ProtectHome=read-only
 """
 
 
-def install_lines(unit: Unit, *, has_script: bool) -> list[str]:
+def install_lines(unit: Unit, note: str, *, has_script: bool) -> list[str]:
+    """`note`: a command, for a vLLM that runs as it did before."""
     name, gateway = shlex.quote(unit.name), shlex.quote(gateway_name(unit))
     script, conf = (shlex.quote(_beside(unit, each)) for each in (SCRIPT, DROP_IN))
     first = [f"$sudo install -D -m 755 {SCRIPT} {script}"] if has_script else []
@@ -168,6 +164,7 @@ def install_lines(unit: Unit, *, has_script: bool) -> list[str]:
         first += [f"$sudo cp -p {shlex.quote(str(unit.script_path))} {script}", f"$sudo cp {SCRIPT} {script}"]
     return [
         f"systemctl cat {name} > /dev/null",
+        f"if [ ! -e {conf} ] && systemctl is-active --quiet {name}; then {note}; fi",
         *first,
         f"$sudo install -D -m 644 {DROP_IN} {conf}",
         f"$sudo install -m 644 {gateway} {shlex.quote(SYSTEM_UNITS)}",
@@ -192,12 +189,6 @@ def undo_lines(unit: Unit, again: str) -> list[str]:
         f"    {again}",
         "fi",
     ]
-
-
-def ran_alone(unit: Unit) -> str:
-    """Whether vLLM runs as it did before."""
-    conf = shlex.quote(_beside(unit, DROP_IN))
-    return f"[ ! -e {conf} ] && systemctl is-active --quiet {shlex.quote(unit.name)}"
 
 
 def _beside(unit: Unit, name: str = "") -> str:
