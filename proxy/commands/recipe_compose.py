@@ -38,7 +38,7 @@ _ASSIGNED = re.compile(
 )
 
 FIELDS = ("image", "entrypoint", "command", "environment", "env_file", "ports", "network_mode")  # those that are filled
-_WHOLE_CURE = "write it out: docker compose --profile '*' config > whole.yaml, and give that file"
+_CURE = "write it out: docker compose --profile '*' config > whole.yaml, and give that file"
 
 
 class ComposeService(NamedTuple):
@@ -56,7 +56,7 @@ def of_compose_line(given: str) -> Recipe:
         parser.add_argument(*names, action="append", default=[], dest=names[0])
     parsed, words = parser.parse_known_args(as_words(given.partition("compose")[2]))
     if words[:1] and words[0].startswith("-"):
-        raise SettingsError(f"`{given[:64]}`: its {words[0]} is not read; {_WHOLE_CURE}")
+        raise SettingsError(f"`{given[:64]}`: its {words[0]} is not read; {_CURE}")
     chosen = vars(parsed)
     paths = [Path(each).expanduser() for each in chosen.pop("-f")]
     paths = paths or [next((path for path in map(Path, NAMES) if path.is_file()), Path(NAMES[0]))]
@@ -75,8 +75,6 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     if len(found) > 1 and not asked:  # a plain `up` starts those without a profile
         found = [name for name in found if not project.services[name].get("profiles")] or found
     command = ["docker", "compose", *options, *(word for path in project.paths for word in ("-f", str(path.resolve())))]
-    if project.borrows and (not found or any("extends" in project.services[name] for name in found)):
-        raise SettingsError(f"{source}: what it takes by `include:` or `extends:` is not read; {_WHOLE_CURE}")
     if len(found) != 1:
         some = f"{', '.join(found[:5])}{', ...' if found[5:] else ''}"
         several = f"{len(found)} services with vLLM ({some})" if found else "no service that runs vLLM"
@@ -149,14 +147,9 @@ def as_words(given: Any) -> list[str]:
     if given is None or isinstance(given, list):
         return [*map(str, given or ())]
     try:
-        words = shlex.split(str(given))
+        return shlex.split(str(given))
     except ValueError:
         raise SettingsError(f"a quote in the command `{str(given)[:64]}` is not closed") from None
-    if cut := next((word for word in words if re.fullmatch(r"[;|&]+|\d?[<>]\S*", word)), ""):
-        raise SettingsError(
-            f"Compose takes nothing from `{cut}` on in the command `{str(given)[:64]}`: it is no shell's"
-        )
-    return words
 
 
 class Project(NamedTuple):
@@ -165,7 +158,6 @@ class Project(NamedTuple):
     paths: Sequence[Path]
     known: Mapping[str, str]  # variables
     services: Mapping[str, Any]
-    borrows: bool  # from files that are not read
 
 
 def read_project(paths: Sequence[Path]) -> Project:
@@ -173,13 +165,13 @@ def read_project(paths: Sequence[Path]) -> Project:
     known = {**env_file(paths[0].with_name(".env"), os.environ), **os.environ}
     paths = paths if len(paths) > 1 else _found_with(paths[0], known)
     services: dict[str, Any] = {}
-    borrows = False
     for path in paths:
         for document in read_yaml(read_text(path), str(path), TextLoader):
             own = field_of(document, "services", dict, str(path))
-            borrows |= "include" in document or any("extends" in each for each in own.values() if each)
+            if "include" in document or any("extends" in each for each in own.values() if each):
+                raise SettingsError(f"{path}: `include:` and `extends:` are not read; {_CURE}")
             services = _merged(services, {str(name): _canonical(each) for name, each in own.items()})
-    return Project(paths, known, services, borrows)
+    return Project(paths, known, services)
 
 
 def fill(value: Any, known: Mapping[str, str], source: str) -> Any:

@@ -29,7 +29,6 @@ from proxy.commands.script_edits import HERE, OWN_NAME, TAKEN_AWAY, elsewhere, s
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
-RAN = "# ran before"  # a line of it: vLLM did, without Seamark
 MOD = "mods/seamark"  # as make-mod.sh calls it
 IMAGE = "seamark-worker"  # ends in the service's or container's name, and what tells its folder from others
 LABEL = "seamark.setup"  # of containers that were started from it
@@ -126,10 +125,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     overlay += _yaml({"services": {recipe.name: service}})
     start = script(
         "Builds the image of your compose file with Seamark's plugin in it, and starts the service from that.",
-        "# Your file stays as it is; undo.sh starts the service from it alone again, if that is what runs now.",
-        f'if [ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]; then',
-        f"    {_note_that_it_ran(places)}",
-        "fi",
+        "# Your file stays as it is; undo.sh starts the service from it alone again, if it runs then.",
         *([f"{base} build {name}"] if "build" in project.fields else ()),
         _build(places, image).format(shlex.quote(places.image or recipe.image)),
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up -d "$@" {name}',
@@ -216,10 +212,9 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
     run = script(
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
         *first,
-        *systemd.install_lines(unit, _note_that_it_ran(places), has_script=not is_plain),
+        *systemd.install_lines(unit, has_script=not is_plain),
     )
-    undo = systemd.undo_lines(unit, _again(f"$sudo systemctl start {shlex.quote(unit.name)}"))
-    return RecipeFiles(files, [systemd.ROOT, *undo, *made.undo], made.notes, run)
+    return RecipeFiles(files, [systemd.ROOT, *systemd.undo_lines(unit), *made.undo], made.notes, run)
 
 
 def _outside(recipe: Recipe) -> Mapping[str, str]:
@@ -244,26 +239,15 @@ def _image_of(recipe: Recipe, places: Places) -> str:
     return f"{IMAGE}-{_safe(recipe.name) or 'run'}-{folder}"
 
 
-def _containers(image: str, program: str = "docker") -> str:
-    return f"{program} ps -aq --filter label={LABEL}={image}"
-
-
 def _of_image(
     files: Mapping[str, str], image: str, program: str = "docker", again: str = "", notes: Sequence[str] = ()
 ) -> RecipeFiles:
-    """Takes back the image that was built and what was started from it; `again`: starts what ran before."""
-    undo = [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
-    undo += [_again(again)] if again else []
+    """Takes back the image that was built and what was started from it; `again`: goes on without Seamark."""
+    ours = f"{program} ps -q --filter label={LABEL}={image}"
+    undo = [f"{ours} -a | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
+    if again:
+        undo = [f"runs=$({ours} || true)", *undo, f'[ -z "$runs" ] || {again} || true']
     return RecipeFiles(files, undo, notes)
-
-
-def _note_that_it_ran(places: Places) -> str:
-    return f"echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}"
-
-
-def _again(start: str) -> str:
-    """A line of `undo.sh`."""
-    return f"if grep -qx '{RAN}' {LIST}; then {start} || true; fi"
 
 
 def _build(places: Places, image: str, program: str = "docker") -> str:
@@ -301,8 +285,7 @@ _Dumper.add_representer(
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
-    text: str = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True)
-    return text
+    return str(yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=1000, allow_unicode=True))
 
 
 _WRITERS = {

@@ -93,8 +93,6 @@ def of_unit(path: Path, name: str) -> Recipe:
         script_path = Path(folder, script).absolute()
         text = read_text(script_path)
     inner = of_text(text, source, path.stem, outside)
-    if odd := re.search(r"%\w", inner.model):
-        raise SettingsError(f"{source}: the model has systemd's {odd[0]}, which is not seen here; write it out")
     unit = Unit(name, prefix, command, inner.kind, script, script_path, outside)
     own = {**known, **inner.environment} if inner.kind is RecipeKind.COMMAND else inner.environment
     program, notes = inner.program.rpartition("/")[2], [*inner.notes, *notes]
@@ -155,8 +153,7 @@ ProtectHome=read-only
 """
 
 
-def install_lines(unit: Unit, note: str, *, has_script: bool) -> list[str]:
-    """`note`: a command, for a vLLM that runs as it did before."""
+def install_lines(unit: Unit, *, has_script: bool) -> list[str]:
     name, gateway = shlex.quote(unit.name), shlex.quote(gateway_name(unit))
     script, conf = (shlex.quote(_beside(unit, each)) for each in (SCRIPT, DROP_IN))
     first = [f"$sudo install -D -m 755 {SCRIPT} {script}"] if has_script else []
@@ -164,7 +161,6 @@ def install_lines(unit: Unit, note: str, *, has_script: bool) -> list[str]:
         first += [f"$sudo cp -p {shlex.quote(str(unit.script_path))} {script}", f"$sudo cp {SCRIPT} {script}"]
     return [
         f"systemctl cat {name} > /dev/null",
-        f"if [ ! -e {conf} ] && systemctl is-active --quiet {name}; then {note}; fi",
         *first,
         f"$sudo install -D -m 644 {DROP_IN} {conf}",
         f"$sudo install -m 644 {gateway} {shlex.quote(SYSTEM_UNITS)}",
@@ -175,8 +171,8 @@ def install_lines(unit: Unit, note: str, *, has_script: bool) -> list[str]:
     ]
 
 
-def undo_lines(unit: Unit, again: str) -> list[str]:
-    """What takes back `install_lines`, if they were run; `again`: starts what ran before."""
+def undo_lines(unit: Unit) -> list[str]:
+    """What takes back `install_lines`, if they were run."""
     name, gateway = shlex.quote(unit.name), shlex.quote(gateway_name(unit))
     ours = [f"{SYSTEM_UNITS}/{gateway_name(unit)}", _beside(unit, SCRIPT), _beside(unit, DROP_IN)]
     return [
@@ -185,8 +181,7 @@ def undo_lines(unit: Unit, again: str) -> list[str]:
         f"    $sudo rm -f {shlex.join(ours)}",
         f"    $sudo rmdir {shlex.quote(_beside(unit))} 2> /dev/null || true",
         "    $sudo systemctl daemon-reload",
-        f"    $sudo systemctl stop {name} || true",
-        f"    {again}",
+        f"    $sudo systemctl try-restart {name} || true",
         "fi",
     ]
 

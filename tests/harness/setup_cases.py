@@ -36,7 +36,7 @@ name=${0##*/}
 case "$name $*" in
     "python3 -m pip wheel"*) : > "$7/vllm_seamark-1-py3-none-any.whl"; exit ;;
     "docker inspect"*) cat "$HOME/docker.json" 2> /dev/null; exit ;;
-    "docker ps -aq"*seamark* | "podman ps -aq"*seamark*) echo c0ffee ;;
+    "docker ps -q"*seamark* | "podman ps -q"*seamark*) echo c0ffee ;;
     "curl "* | "sleep "* | "nvidia-smi"*) exit ;;
 esac
 for variable in $(env |
@@ -171,13 +171,7 @@ def normalised(text: str, home: Home) -> str:
     text = re.sub(r"(seamark-worker-[a-z0-9.-]*-)[0-9a-f]{8}\b", r"\1<FOLDER'S>", text)
     alone = home.folder.parent / "alone" / "home"
     text = re.sub(r"(?m)^User=\d+$", "User=<WHO HAS SEAMARK>", text)
-    places = {
-        "UNITS": home.folder / "units",
-        "OUT": home.out,
-        "HOME": home.folder,
-        "PYTHON": sys.executable,
-        "SEAMARK": ROOT,
-    }
-    for word, place in {"ALONE": alone, **places}.items():
+    places = {"UNITS": home.folder / "units", "OUT": home.out, "HOME": home.folder, "PYTHON": sys.executable}
+    for word, place in {"ALONE": alone, **places, "SEAMARK": ROOT}.items():
         text = text.replace(str(place), f"<{word.replace('ALONE', 'HOME')}>")
     return text
