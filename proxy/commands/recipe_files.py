@@ -23,7 +23,7 @@ from proxy.commands import recipe_unit as systemd
 from proxy.commands.outlook import DROPPED
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of
 from proxy.commands.recipe_compose import ComposeService, as_words
-from proxy.commands.recipe_text import as_lines
+from proxy.commands.recipe_text import Tagged, as_lines
 from proxy.commands.recipe_unit import Unit
 from proxy.commands.script_edits import HERE, OWN_NAME, TAKEN_AWAY, elsewhere, shell_of, with_flags, with_image
 from proxy.errors import SettingsError
@@ -207,7 +207,7 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
         build = _build(places, _image_of(recipe, places), recipe.program)
         first += [f"$sudo {build.format(base)}" for base in (places.image or recipe.image,) if base]
     elif unit.kind is RecipeKind.COMMAND and (python := recipe.python).startswith("/"):
-        is_there = f"[ ! -x {python} ] || {python} -c 'import engine_patches' 2> /dev/null"
+        is_there = f"[ ! -x {python.split()[0]} ] || {python} -c 'import engine_patches' 2> /dev/null"
         first.append(f"{is_there} || {{ echo {shlex.quote(made.notes[0])} >&2; exit 1; }}")
     run = script(
         f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
@@ -282,6 +282,7 @@ _Dumper.add_representer(
     str,
     lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
 )
+_Dumper.add_representer(Tagged, lambda dumper, tagged: dumper.represent_data(tagged.value))
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
