@@ -1,25 +1,44 @@
-"""The one service of a Compose project that runs vLLM."""
+"""The one service of a Compose project that runs vLLM, read as Compose reads it.
+
+Fields stay as they are spelt until they are filled, so that they can be written again. What files include or extend is
+not read.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from proxy.commands.compose_project import NAMES, UNSET, Project, env_file, fill
 from proxy.commands.parser import Parser
 from proxy.commands.recipe import Recipe, RecipeKind, environment_of, inner_arguments, port_in, published, serves
-from proxy.commands.recipe_text import field_of
+from proxy.commands.recipe_text import Tagged, TextLoader, field_of, fill_pattern, read_text, read_yaml
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 
+NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml")
+OVERRIDES = tuple(f"{name}.override.{end}" for name in ("compose", "docker-compose") for end in ("yml", "yaml"))
+_WHOLE = ("command", "entrypoint")  # a later file replaces them; it adds to all others
+
+UNSET = re.compile("\ue000([^\ue001]*)\ue001")  # stands for a variable that is not set here
+
+_DEFAULT = r"[^{}]*+"
+for _ in range(4):  # braces inside each other, of defaults or of JSON
+    _DEFAULT = rf"(?:[^{{}}]|\{{{_DEFAULT}\}})*+"
+_VARIABLE = re.compile(
+    rf"\$(?:\$|([A-Za-z_]\w*)|\{{([A-Za-z_]\w*)(?:(:?[-?+])({_DEFAULT}))?\}}|\{{[^}}]{{0,28}})?", re.ASCII
+)
+_ASSIGNED = re.compile(
+    r"^[ \t]*(?:export[ \t]+)?([\w.-]+)[ \t]*=[ \t]*(?:'([^']*)'|\"((?:[^\"\\]|\\[^\0])*)\"|(.*?)(?:[ \t]#.*)?$)", re.M
+)
+
 FIELDS = ("image", "entrypoint", "command", "environment", "env_file", "ports", "network_mode")  # those that are filled
-_ENV_FILE, _FOLDER = "--env-file", "--project-directory"
+_CURE = "write it out: docker compose --profile '*' config > whole.yaml, and give that file"
 
 
 class ComposeService(NamedTuple):
@@ -33,24 +52,22 @@ class ComposeService(NamedTuple):
 def of_compose_line(given: str) -> Recipe:
     """Of a line with `docker compose`, its options and the services behind its command. Raises `SettingsError`."""
     parser = Parser(prog="docker compose", add_help=False, allow_abbrev=False)
-    for names in (("-f", "--file"), ("-p", "--project-name"), ("--profile",), (_ENV_FILE,), (_FOLDER,)):
+    for names in (("-f", "--file"), ("-p", "--project-name"), ("--profile",)):
         parser.add_argument(*names, action="append", default=[], dest=names[0])
     parsed, words = parser.parse_known_args(as_words(given.partition("compose")[2]))
+    if words[:1] and words[0].startswith("-"):
+        raise SettingsError(f"`{given[:64]}`: its {words[0]} is not read; {_CURE}")
     chosen = vars(parsed)
-    folders = [Path.cwd(), *Path.cwd().parents]
-    found = [folder / name for folder in folders for name in NAMES if (folder / name).is_file()]
-    paths = [Path(each).expanduser() for each in chosen.pop("-f")] or found[:1]
-    if missing := [str(path) for path in paths if not path.is_file()] if paths else ["compose.yaml"]:
+    paths = [Path(each).expanduser() for each in chosen.pop("-f")]
+    paths = paths or [next((path for path in map(Path, NAMES) if path.is_file()), Path(NAMES[0]))]
+    if missing := [str(path) for path in paths if not path.is_file()]:
         raise SettingsError(f"{', '.join(missing)}, which `{given[:64]}` takes, is not here")
-    chosen |= {name: [str(Path(each).resolve()) for each in chosen[name]] for name in (_ENV_FILE, _FOLDER)}
     return of_compose(paths, words, [word for name, given in chosen.items() for each in given for word in (name, each)])
 
 
 def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Sequence[str] = ()) -> Recipe:
     """`wanted`: services, or else all of them. `options`: of `docker compose`, but for its files."""
-    pairs = [*pairwise(options)]
-    env_files, folders = ([Path(value) for name, value in pairs if name == option] for option in (_ENV_FILE, _FOLDER))
-    project = Project(paths, env_files, *folders[-1:])
+    project = read_project(paths)
     source = " and ".join(map(str, project.paths))
     filled = {name: fill(_of_interest(each), project.known, source) for name, each in project.services.items()}
     asked = [name for name in filled if name in wanted]
@@ -67,7 +84,12 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     service, where = filled[name], f"{source}: {name}"
     if not (image := field_of(service, "image", str, where)):
         raise SettingsError(f"{source}: the service {name} has no `image:` that Seamark's plugin could be put into")
-    environment = _environment(service, project.known, where)
+    environment: dict[str, str] = {}
+    for each in field_of(service, "env_file", list, where):
+        named = str(each.get("path") if isinstance(each, dict) else each)
+        environment |= env_file(project.paths[0].parent / named, project.known)
+    environment |= environment_of(field_of(service, "environment", dict, where))
+    environment = {each: UNSET.sub("", value) for each, value in environment.items()}  # empty there, as Compose has it
     arguments = _arguments(service, environment, where)
     recipe = Recipe(RecipeKind.COMPOSE, str(project.paths[0]), name, arguments, environment, image)
     shares_network, own = service.get("network_mode") == "host", port_in(recipe.value("--port") or DEFAULT_PORT)
@@ -118,16 +140,6 @@ def _runs_vllm(name: str, service: Mapping[str, Any]) -> bool:
     return serves(" ".join(words_of_service(service))) or (is_vllm and bool(service.get("command")))
 
 
-def _environment(service: Mapping[str, Any], known: Mapping[str, str], where: str) -> dict[str, str]:
-    """That of the container; what is not set is empty there, as Compose has it."""
-    environment: dict[str, str] = {}
-    for path in service.get("env_file") or ():
-        environment |= env_file(Path(path), known)
-    own = field_of(service, "environment", dict, where)
-    environment |= environment_of(own)
-    return {name: UNSET.sub("", value) for name, value in environment.items()}
-
-
 def words_of_service(service: Mapping[str, Any]) -> list[str]:
     return [*as_words(service.get("entrypoint")), *as_words(service.get("command"))]
 
@@ -137,11 +149,93 @@ def as_words(given: Any) -> list[str]:
     if given is None or isinstance(given, list):
         return [*map(str, given or ())]
     try:
-        words = shlex.split(str(given))
+        return shlex.split(str(given))
     except ValueError:
         raise SettingsError(f"a quote in the command `{str(given)[:64]}` is not closed") from None
-    if cut := next((word for word in words if re.fullmatch(r"[;|&]+|\d?[<>]\S*", word)), ""):
-        raise SettingsError(
-            f"Compose takes nothing from `{cut}` on in the command `{str(given)[:64]}`: it is no shell's"
-        )
-    return words
+
+
+class Project(NamedTuple):
+    """What several files say together."""
+
+    paths: Sequence[Path]
+    known: Mapping[str, str]  # variables
+    services: Mapping[str, Any]
+
+
+def read_project(paths: Sequence[Path]) -> Project:
+    """Of one file, or of those of several `-f`. Raises `SettingsError`."""
+    known = {**env_file(paths[0].with_name(".env"), os.environ), **os.environ}
+    paths = paths if len(paths) > 1 else _found_with(paths[0], known)
+    services: dict[str, Any] = {}
+    for path in paths:
+        for document in read_yaml(read_text(path), str(path), TextLoader):
+            own = field_of(document, "services", dict, str(path))
+            if "include" in document or any("extends" in each for each in own.values() if each):
+                raise SettingsError(f"{path}: `include:` and `extends:` are not read; {_CURE}")
+            services = _merged(services, {str(name): _canonical(each) for name, each in own.items()})
+    return Project(paths, known, services)
+
+
+def fill(value: Any, known: Mapping[str, str], source: str) -> Any:
+    """A value, all values in it with their variables filled in. One that is not set stays, as `UNSET` finds it."""
+
+    def of(found: re.Match[str]) -> str:
+        name, operator, behind = found[1] or found[2], found[3] or "", found[4] or ""
+        if not name and found[0].startswith("${"):
+            raise SettingsError(f"{source}: Compose refuses `{found[0]}`: a $ that is the container's is $$")
+        if not name:
+            return "$"
+        told = known.get(name)
+        is_given = bool(told) if operator.startswith(":") else told is not None
+        if operator.endswith("+" if is_given else "-"):
+            return str(fill(behind, known, source))
+        return "" if operator.endswith("+") else (told or "") if is_given else f"\ue000{name}\ue001"
+
+    if isinstance(value, dict):
+        return {name: fill(inner, known, source) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [fill(inner, known, source) for inner in value]
+    return fill_pattern(_VARIABLE, of, [value], source)[0] if isinstance(value, str) else value
+
+
+def env_file(path: Path, known: Mapping[str, str] | None) -> dict[str, str]:
+    """The variables of a file; none without it. `known`: of those that may stand in one; None: a $ is a $."""
+    found: dict[str, str] = {}
+    if os.path.isfile(path):
+        for name, literal, quoted, plain in _ASSIGNED.findall(read_text(path, "replace")):
+            text = re.sub(r"\\(.)", lambda escaped: {"n": "\n"}.get(escaped[1], escaped[1]), quoted) or plain.strip()
+            if known is not None:
+                text = UNSET.sub("", fill(text, {**known, **found}, str(path)))
+            found[name] = literal or text
+    return found
+
+
+def _merged(base: Any, over: Any) -> Any:
+    """As Compose merges: mappings field by field, lists in a row."""
+    if isinstance(over, Tagged):
+        return None if over.tag == "!reset" else _merged(None, over.value)
+    if isinstance(over, list):
+        return [*(base if isinstance(base, list) else ()), *(_merged(None, each) for each in over)]
+    if not isinstance(over, dict):
+        return base if over is None else over
+    merged = dict(base) if isinstance(base, dict) else {}
+    for name, value in over.items():
+        merged[name] = _merged(None if name in _WHOLE else merged.get(name), value)
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+def _canonical(service: Any) -> Any:
+    """A service whose fields of two spellings have one."""
+    own, files = (service.get(name) for name in ("environment", "env_file")) if isinstance(service, dict) else (0, 0)
+    if isinstance(own, list):
+        service = {**service, "environment": environment_of(own)}
+    return {**service, "env_file": [files]} if isinstance(files, str) else service
+
+
+def _found_with(path: Path, known: Mapping[str, str]) -> list[Path]:
+    """The files that Compose merges where it finds this one by itself."""
+    listed = [path.parent / each for each in known.get("COMPOSE_FILE", "").split(os.pathsep)]
+    if path in listed:
+        return listed
+    beside = [each for name in OVERRIDES if (each := path.with_name(name)).is_file()]
+    return [path, *(beside[:1] if path.name in NAMES else ())]

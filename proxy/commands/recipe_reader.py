@@ -10,14 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from proxy.commands.recipe import (
-    DOCKER_RUN,
-    SERVE,
-    Recipe,
-    RecipeKind,
-    environment_of,
-    of_text,
-)
+from proxy.commands.recipe import DOCKER_RUN, SERVE, Recipe, RecipeKind, environment_of, of_text
 from proxy.commands.recipe_compose import of_compose, of_compose_line
 from proxy.commands.recipe_line import serve_line
 from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
@@ -34,16 +27,13 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
         return of_compose_line(given)
     if os.path.isdir(path):  # which takes any name, as long ones
         raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
-    if (unit := unit_file(str(path))) is not None:
+    if (unit := unit_file(path)) is not None:
         return of_unit(unit, path.name)
     if not os.path.isfile(path):
         return _of_container(given, inspect)
     text = read_text(path)
-    if re.search(r"^\[Service\]\s", text, re.M) and not text.startswith("#!"):
+    if re.search(r"^ExecStart=", text, re.M) and not text.startswith("#!"):
         return of_unit(path, f"{path.stem}.service")
-    if re.search(r"^\[Container\]\s", text, re.M):
-        cure = "give what it runs in quotes: podman run IMAGE FLAGS"
-        raise SettingsError(f"{given} is a Quadlet of Podman, which is not read; {cure}")
     if path.suffix not in (".yaml", ".yml"):
         return of_text(text, str(path), path.stem)
     documents = read_yaml(text, given)
@@ -60,7 +50,8 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     if "command" in document:
         return _of_spark(document, path)
     if field_of(document, "model", str, given):
-        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
+        line = f"vllm serve --config {shlex.quote(str(path.absolute()))}"
+        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document, text=line)
     kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
     raise SettingsError(f"{given} has no {kinds} configuration)")
 
@@ -94,41 +85,42 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         labels = config.get("Labels") or {}
         service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
         if service and files:
-            paths = [Path(each) for each in files.split(",")]
-            if missing := [str(path) for path in paths if not os.path.isfile(path)]:
-                there = ", ".join(missing)
-                raise SettingsError(f"the container {given} is of {there}, which is not here; give the compose file")
-            return of_compose(paths, [service])
+            return of_compose([Path(each) for each in files.split(",")], [service])
         name, line = str(told["Name"]).lstrip("/"), _docker_run(config, told["HostConfig"])
     except (KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
     return replace(of_text(line, f"the container {given}", name), kind=RecipeKind.CONTAINER)
 
 
+# Of `docker run`: flags, and what Docker calls them and says without them.
+_OF_DOCKER_RUN = (
+    ("volume", "Binds"),
+    ("network", "NetworkMode", "default", "bridge"),
+    ("ipc", "IpcMode", "private", "shareable"),
+    ("runtime", "Runtime", "runc"),
+    ("shm-size", "ShmSize", 67108864),
+    ("memory", "Memory"),
+    ("ulimit", "Ulimits"),
+    ("device", "Devices"),
+    ("cap-add", "CapAdd"),
+    ("restart", "Restart", "no"),
+)
+
+
 def _docker_run(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
     """The line by which a container was started, as far as `docker run` has a flag for it."""
     options = [f"--env={each}" for each in config.get("Env") or () if not each.startswith("PATH=")]
-    options += [f"--volume={each}" for each in host.get("Binds") or ()]
     for inside, places in (host.get("PortBindings") or {}).items():
         for each in places or ():
             address = f"{each['HostIp']}:" if each.get("HostIp") else ""
             options.append(f"--publish={address}{each.get('HostPort', '')}:{inside}")
-    for flag, key, default in (
-        ("network", "NetworkMode", ("", "default", "bridge")),
-        ("ipc", "IpcMode", ("", "private", "shareable")),
-        ("runtime", "Runtime", ("", "runc")),
-        ("shm-size", "ShmSize", ("", 0, 67108864)),
-        ("memory", "Memory", ("", 0)),
-    ):
-        if (value := host.get(key, "")) not in default and value is not None:
-            options.append(f"--{flag}={value}")
-    options += [f"--ulimit={each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
-    options += [f"--device={each['PathOnHost']}" for each in host.get("Devices") or ()]
-    options += [f"--cap-add={each}" for each in host.get("CapAdd") or ()]
-    if host.get("Privileged"):
-        options.append("--privileged")
-    if (policy := (host.get("RestartPolicy") or {}).get("Name")) not in (None, "", "no"):
-        options.append(f"--restart={policy}")
+    told = {**host, "Restart": (host.get("RestartPolicy") or {}).get("Name")}
+    told["Devices"] = [each["PathOnHost"] for each in host.get("Devices") or ()]
+    told["Ulimits"] = [f"{each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
+    for flag, key, *default in _OF_DOCKER_RUN:
+        values = value if isinstance(value := told.get(key), list) else [value]
+        options += [f"--{flag}={each}" for each in values if each and each not in default]
+    options += ["--privileged"] if host.get("Privileged") else []
     for request in host.get("DeviceRequests") or ():
         if any("gpu" in names for names in request.get("Capabilities") or ()):
             ids = request.get("DeviceIDs")

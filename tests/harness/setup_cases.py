@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
-from proxy.commands import doctor, setup, unit_files
+from proxy.commands import doctor, recipe_unit, setup
 from proxy.commands.recipe_unit import DROP_IN
 
 ROOT = Path(__file__).parents[2]
@@ -36,12 +36,12 @@ name=${0##*/}
 case "$name $*" in
     "python3 -m pip wheel"*) : > "$7/vllm_seamark-1-py3-none-any.whl"; exit ;;
     "docker inspect"*) cat "$HOME/docker.json" 2> /dev/null; exit ;;
-    "docker ps -aq"*seamark* | "podman ps -aq"*seamark*) echo c0ffee ;;
+    "docker ps -q"*seamark* | "podman ps -q"*seamark*) echo c0ffee ;;
     "curl "* | "sleep "* | "nvidia-smi"*) exit ;;
 esac
 for variable in $(env |
     sed -n 's/^\\([A-Z][A-Z0-9_]*\\)=.*/\\1/p' |
-    grep -vxE 'HOME|PATH|.*PWD|SHLVL|NOTES|COLUMNS|LINES|SEAMARK_UNITS' | sort)
+    grep -vxE 'HOME|PATH|.*PWD|SHLVL|NOTES|COLUMNS|LINES' | sort)
 do eval "printf '%s=%s\\t' $variable \\"\\$$variable\\"" >> "$NOTES"; done
 { printf '%s' "$name"; [ $# = 0 ] || printf '\\t%s' "$@"; printf '\\036'; } >> "$NOTES"
 """
@@ -77,7 +77,7 @@ class Home:
         self._program(self.bin / "sudo", SUDO)
         for name in ("run-recipe.sh", "launch-cluster.sh"):
             self._program(folder / "spark-vllm-docker" / name, NOTES)
-        own = {"HOME": str(folder), "PATH": f"{self.bin}:/usr/bin:/bin", "SEAMARK_UNITS": str(folder / "units")}
+        own = {"HOME": str(folder), "PATH": f"{self.bin}:/usr/bin:/bin"}
         self.environment = {**own, **self.call.environment}
 
     @staticmethod
@@ -121,7 +121,7 @@ def outcome(case: Path, folder: Path) -> str:
     """What is said, written and run for a case."""
     home = Home(folder / "home", case)
     given = home.call.words[0]
-    with home.entered(), mock.patch.object(unit_files, "gateway_user", lambda unit: unit.user):
+    with home.entered(), mock.patch.object(recipe_unit, "SYSTEM_UNITS", str(home.folder / "units")):
         _, verdict = _said(doctor.main, ["--recipe", given])
         status, said = _said(setup.main, [*home.call.words, "--out", str(home.out)])
     parts = [f"exit status {status}\n{_without_what_is_always_said(said)}"]
@@ -170,7 +170,8 @@ def normalised(text: str, home: Home) -> str:
     """Without what differs between machines and folders."""
     text = re.sub(r"(seamark-worker-[a-z0-9.-]*-)[0-9a-f]{8}\b", r"\1<FOLDER'S>", text)
     alone = home.folder.parent / "alone" / "home"
-    places = {"OUT": home.out, "HOME": home.folder, "PYTHON": sys.executable, "SEAMARK": ROOT}
-    for word, place in {"ALONE": alone, **places}.items():
+    text = re.sub(r"(?m)^User=\d+$", "User=<WHO HAS SEAMARK>", text)
+    places = {"UNITS": home.folder / "units", "OUT": home.out, "HOME": home.folder, "PYTHON": sys.executable}
+    for word, place in {"ALONE": alone, **places, "SEAMARK": ROOT}.items():
         text = text.replace(str(place), f"<{word.replace('ALONE', 'HOME')}>")
     return text

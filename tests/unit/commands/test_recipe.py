@@ -178,7 +178,7 @@ def contained(config: Mapping[str, Any] | None = None, **host: Any) -> Recipe:
         ({"Entrypoint": ["python3", "-m", "engine_patches", "worker"]}, "has Seamark's plugin already"),
         (
             {"Labels": {"com.docker.compose.service": "a", "com.docker.compose.project.config_files": "/no/a.yaml"}},
-            "is of /no/a.yaml, which is not here",
+            "/no/a.yaml cannot be read",
         ),
     ],
 )

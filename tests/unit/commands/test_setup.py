@@ -6,8 +6,6 @@ What is said, written and run for each way to run vLLM: `tests/data/setup`.
 from __future__ import annotations
 
 import json
-import os
-import pwd
 import shutil
 from itertools import chain
 from pathlib import Path
@@ -18,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from proxy.commands import setup, unit_files
+from proxy.commands import setup
 from proxy.commands.recipe import EVERYWHERE
 from proxy.commands.recipe_files import Places, RecipeFiles, files_of
 from proxy.commands.recipe_reader import read_recipe
@@ -148,14 +146,3 @@ def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expe
 def test_the_gateway_listens_where_vllm_did_and_finds_it_there(flags, host, worker):
     recipe = read_recipe(f"vllm serve m {flags}", lambda name: None)
     assert (gateway_host(recipe), gateway_worker(recipe)) == (host, worker)
-
-
-@pytest.mark.parametrize(("mode", "of_user", "user"), [(0o755, False, "llm"), (0o750, False, None), (0o750, True, "")])
-def test_the_gateway_runs_as_vllm_does_where_that_user_may_read_seamark(mode, of_user, user, monkeypatch, tmp_path):
-    path = tmp_path / (".config/systemd/user" if of_user else "") / "vllm.service"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("[Service]\nUser=llm\nExecStart=/srv/bin/vllm serve m\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    unit = read_recipe(str(path), lambda name: None).document
-    monkeypatch.setattr(unit_files.Path, "stat", lambda self: SimpleNamespace(st_mode=mode))
-    assert unit_files.gateway_user(unit) == (pwd.getpwuid(os.getuid()).pw_name if user is None else user)
