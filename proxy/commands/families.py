@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,7 +78,8 @@ class FoundFamily(NamedTuple):
 
 def family_of(model: str, caches: Sequence[Path] = ()) -> FoundFamily:
     """By the config of a model given as a folder; else by its name; else by its config in one of the `caches`."""
-    if (own := _config_in(Path(os.path.expanduser(model)))) and (family := _of_config(own)):
+    own = Path(os.path.expanduser(model), "config.json")
+    if os.path.isfile(own) and (family := _of_config(own)):  # which takes any name, as long ones
         return FoundFamily(family, str(own))
     name = model.lower().replace("_", "-")
     for family in (*FAMILIES, ATTENTION):
@@ -103,16 +103,8 @@ def _cached(model: str, cache: Path) -> Path | None:
     """The newest config of a model, named ORGANISATION/NAME, that lies in a cache."""
     if not re.fullmatch(r"[\w.-]+(?:/[\w.-]+)?", model, re.ASCII):
         return None
-    folder = cache / f"models--{model.replace('/', '--')}" / "snapshots"
-    with suppress(OSError):
-        found = [path for each in folder.iterdir() if (path := _config_in(each))]
-        return max(found, key=lambda path: path.stat().st_mtime, default=None)
-    return None
-
-
-def _config_in(folder: Path) -> Path | None:
-    path = folder / "config.json"
-    return path if os.path.isfile(path) else None  # which takes any name, as long ones
+    found = filter(Path.is_file, cache.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json"))
+    return max(found, key=os.path.getmtime, default=None)
 
 
 def _of_config(path: Path) -> KnownFamily | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
@@ -21,6 +21,8 @@ from proxy.http.json_body import loads
 
 DEFAULT_PORT = 8000  # vLLM's
 DOCKER_SECONDS = 5.0
+_VLLM = re.compile(r"(?:^|[/\0])(?:vllm\0serve|seamark\0worker|engine_patches\0worker)\0|\0vllm\.entrypoints\.")
+_PORT = re.compile(r"\0--port[=\0](\d{1,5})\0", re.ASCII)
 _CONTAINER = re.compile(r"(?:docker|libpod)[-/]([0-9a-f]{64})")
 _UNIT = re.compile(r"/system\.slice/([^/\n]+\.service)")
 
@@ -74,22 +76,13 @@ def _among_processes(port: int, around: Surroundings) -> FoundWay | None:
     found: list[tuple[int, FoundWay | None]] = []
     for folder in around.proc.glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is not ours to look at
-            arguments = (folder / "cmdline").read_text(errors="replace").split("\0")
-            if _is_vllm(arguments):
-                given = re.search(r"--port[= ](\d{1,5})(?!\d)", " ".join(arguments), re.ASCII)
+            line = (folder / "cmdline").read_text(errors="replace")
+            if _VLLM.search(line):
+                given = _PORT.search(line)
                 way = _by_control_group((folder / "cgroup").read_text(), around)
                 found.append((int(given[1]) if given else DEFAULT_PORT, way))
     ways = {way for at, way in found if at == port} or {way for _, way in found}
     return ways.pop() if len(ways) == 1 else None
-
-
-def _is_vllm(arguments: Sequence[str]) -> bool:
-    names = [Path(argument).name for argument in arguments[:3]]
-    return (
-        ("vllm" in names and "serve" in arguments)
-        or any(argument.startswith("vllm.entrypoints.") for argument in arguments)
-        or ("worker" in arguments and ("seamark" in names or "engine_patches" in arguments))
-    )
 
 
 def _by_control_group(groups: str, around: Surroundings) -> FoundWay | None:
@@ -104,11 +97,9 @@ def _by_control_group(groups: str, around: Surroundings) -> FoundWay | None:
 
 def _in_docker(told: Any) -> FoundWay:
     """By what Docker says of the container, None if it says nothing."""
-    try:
-        name, image = str(told["Name"]).lstrip("/"), str(told["Config"]["Image"])
-        service = (told["Config"].get("Labels") or {}).get("com.docker.compose.service")
-    except (KeyError, TypeError, AttributeError):
-        return FoundWay(Way.DOCKER)
+    config = (told or {}).get("Config") or {}
+    name, image = str((told or {}).get("Name", "")).lstrip("/"), str(config.get("Image", ""))
+    service = (config.get("Labels") or {}).get("com.docker.compose.service")
     if service:
         return FoundWay(Way.COMPOSE, str(service), image)
     # What its scripts call the image and the container unless they are told otherwise.
@@ -119,13 +110,9 @@ def _in_docker(told: Any) -> FoundWay:
 
 def image_version(image: str) -> str:
     """Of the vLLM in an image by its labels or variables, "" without; nothing in it is run, and nothing is fetched."""
-    told = _docker_inspect("image", "inspect", "--", image)
-    try:
-        config = (told or {})["Config"]
-        labels = {str(name).rpartition(".")[2]: str(value) for name, value in (config.get("Labels") or {}).items()}
-        variables = dict(str(each).partition("=")[::2] for each in config.get("Env") or ())
-    except (KeyError, TypeError, AttributeError):
-        return ""
+    config = (_docker_inspect("image", "inspect", "--", image) or {}).get("Config") or {}
+    labels = {name.rpartition(".")[2]: value for name, value in (config.get("Labels") or {}).items()}
+    variables = dict(each.partition("=")[::2] for each in config.get("Env") or ())
     own = "vllm" in f"{labels.get('title')} {labels.get('source')}".lower()  # else it is that of what it is built on
     version = variables.get("VLLM_VERSION") or (labels.get("version", "") if own else "")
     found = re.fullmatch(r"v?(\d{1,6}\.\d{1,6}[\w.+]{0,32})", version, re.ASCII)

@@ -22,7 +22,7 @@ from proxy.commands import setup, unit_files
 from proxy.commands.recipe import EVERYWHERE
 from proxy.commands.recipe_files import Places, RecipeFiles, files_of
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.setup import gateway_host, gateway_worker, left_behind, run_script, source_folder, undo_script
+from proxy.commands.setup import gateway_host, left_behind, run_script, source_folder, undo_script, url_at
 from proxy.errors import SettingsError
 from tests.deploy.compose_files import DEPLOY
 
@@ -147,7 +147,7 @@ def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expe
 )
 def test_the_gateway_listens_where_vllm_did_and_finds_it_there(flags, host, worker):
     recipe = read_recipe(f"vllm serve m {flags}", lambda name: None)
-    assert (gateway_host(recipe), gateway_worker(recipe)) == (host, worker)
+    assert (gateway_host(recipe), url_at(recipe.host, recipe.port)) == (host, worker)
 
 
 @pytest.mark.parametrize(("mode", "of_user", "user"), [(0o755, False, "llm"), (0o750, False, None), (0o750, True, "")])
