@@ -12,11 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from proxy.boundaries.boundary import Found, resolve, resolved_positions
+from proxy.boundaries.boundary import resolve, resolved_positions
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
 from proxy.boundaries.positions import PositionCache
@@ -94,7 +94,16 @@ async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, 
     await learner.learn(renderer, renderer_id, body["model"], setting)
     facts = learner.facts(renderer_id, setting)
     found = BoundaryFinder(PositionCache(MEMORY_BYTES)).find(chat_request(body), facts, renderer_id)
-    return _as_json(found, prompt)
+    entries = found.entries()
+    positions = resolved_positions(entries, resolve(entries, prompt))
+    placed = [(positions[each.entry], each) for each in found.boundaries if each.entry in positions]
+    placed.sort(key=lambda place: place[0])
+    return {
+        "prompt_tokens": len(prompt),
+        "entries": list(entries),
+        "boundaries": [{"entry": each.entry, "tokens": tokens, "kind": each.kind} for tokens, each in placed],
+        "key": found.layout.key.hex() if found.layout is not None else "",
+    }
 
 
 def _reason(error: RenderFailed) -> str:
@@ -103,22 +112,6 @@ def _reason(error: RenderFailed) -> str:
         return str(loads(error.answer)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return str(error)
-
-
-def _as_json(found: Found, ids: Sequence[int]) -> dict[str, Any]:
-    entries = found.entries()
-    positions = resolved_positions(entries, resolve(entries, ids))
-    boundaries = [
-        {"entry": boundary.entry, "tokens": positions[boundary.entry], "kind": boundary.kind}
-        for boundary in found.boundaries
-        if boundary.entry in positions
-    ]
-    return {
-        "prompt_tokens": len(ids),
-        "entries": list(entries),
-        "boundaries": sorted(boundaries, key=lambda boundary: boundary["tokens"]),
-        "key": found.layout.key.hex() if found.layout is not None else "",
-    }
 
 
 @contextlib.asynccontextmanager

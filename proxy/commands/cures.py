@@ -6,7 +6,6 @@ import shlex
 from string import Template
 from typing import NamedTuple
 
-from proxy.commands.families import TOOL_PARSERS
 from proxy.commands.versions import IMAGE, RELEASE, is_fork, release_image
 from proxy.commands.ways import FoundWay, Way
 
@@ -95,11 +94,7 @@ class Cures(NamedTuple):
         return self._lines(f"$flag   # {_CURES[self.found.way].flag}; $without", flag=flag, without=without)
 
     def tools(self) -> str:
-        """Tools of agents, and the parser that reads this model's calls."""
-        name = self.model.rpartition("/")[2].lower()
-        parser = next((parser for family, parser in TOOL_PARSERS.items() if family in name), "NAME")
-        flags = f"{TOOL_FLAG} --tool-call-parser {parser}"
-        return self.flag(flags, "for agents; `vllm serve --help=tool` lists parsers")
+        return self.flag(f"{TOOL_FLAG} --tool-call-parser NAME", "for agents; `vllm serve --help=tool` lists names")
 
     def _lines(self, text: str, **words: str) -> str:
         return Template(text).substitute(words, name=self.found.name or "NAME")

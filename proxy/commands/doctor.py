@@ -26,7 +26,6 @@ from proxy.fleet.probe import (
     MODELS,
     PROBE_TIMEOUT,
     EngineAnswers,
-    Frontend,
     Probe,
     Reports,
     Unwell,
@@ -211,10 +210,12 @@ async def _diagnoses(worker: Probe, way: FoundWay) -> list[Diagnosis]:
     found = [
         Diagnosis(True, f"serves {model}"),
         Diagnosis(bool(vllm), f"vLLM {vllm or 'of no version: /version gives none'}"),
-        *_frontend(frontend),
         *(_engine(metrics, cures, vllm or "") if is_read else ()),
         *_drafts(metrics),
     ]
+    if frontend.name:
+        lacks = ", ".join((*frontend.lacks, "hints in a header"))
+        found.append(Diagnosis(True, f"{frontend.name} serves; it lacks {lacks}"))
     if metrics.prefix_caching is False:
         cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
         found.append(Diagnosis(False, "prefix caching is off in this vLLM", cure, CANNOT))
@@ -287,14 +288,6 @@ LANES = {
     "not_served": "vLLM cannot serve hybrid models through it",
     "no_hints": "hints are refused, since it puts values into the cache that nobody has computed",
 }
-
-
-def _frontend(frontend: Frontend) -> Iterator[Diagnosis]:
-    """Which HTTP server answers, if it lacks what vLLM's other one has."""
-    if frontend.name:
-        lacking = [path for path in frontend.lacks if not path.endswith("/render")]  # the gateway does without that one
-        lacks = f": it lacks {', '.join(lacking)} and answers with one choice alone (n=1)" if lacking else ""
-        yield Diagnosis(True, f"{frontend.name} serves{lacks}; a hint in a header does not reach the engine")
 
 
 async def _events(worker: Probe, reports: Reports, cures: Cures) -> Diagnosis:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from proxy.commands.cures import release_line
-from proxy.commands.families import KnownFamily, family_of, hugging_face_caches
+from proxy.commands.families import KnownFamily, family_of
 from proxy.commands.recipe import Recipe, RecipeKind
 from proxy.commands.versions import (
     FORK,
@@ -102,7 +101,8 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
     notes += [f"{name} has no effect on vLLM {SUPPORTED}: {REPLACED[name]} is in its place" for name in went]
     if recipe.has_rust_frontend:
         notes.append("its HTTP server is the one in Rust: no middleware, reports are read at a port of their own")
-    found = family_of(recipe.model, _caches(recipe))
+    variables = {**os.environ, **recipe.environment}
+    found = family_of(recipe.model, recipe.value("--download-dir"), variables, os.environ)
     if found.family and not found.family.states:
         verdict = f"will hit with vLLM alone: no layer of the model is recurrent, by {found.source}"
         return Outlook(True, f"{verdict}; the plugin adds nothing", alone=True, notes=notes)
@@ -190,12 +190,6 @@ def _release(recipe: Recipe, without: str = "") -> str:
     return f"take vLLM {RELEASE}{without}: {release_line(found, recipe.python)}"
 
 
-def _caches(recipe: Recipe) -> list[Path]:
-    """Where the model may lie: where vLLM is told to load from, and where this user's programs do."""
-    told = recipe.value("--download-dir")
-    return [*([Path(told)] if told else []), *hugging_face_caches({**os.environ, **recipe.environment}, os.environ)]
-
-
 def _asking(recipe: Recipe) -> str:
     """A command that says which vLLM a recipe runs."""
     if recipe.kind is RecipeKind.CONTAINER:
@@ -209,10 +203,9 @@ def _asking(recipe: Recipe) -> str:
 
 def _vllm(recipe: Recipe, version: str) -> str:
     """Which vLLM it runs, and what says so; empty: not to be told."""
-    tagged = tag_version(recipe.image)
-    if version:
-        return f"vLLM {version} ({'by its image' if recipe.image else 'by its environment'})"
-    return tagged and f"vLLM {tagged} (by its image's tag)"
+    tagged, by = tag_version(recipe.image), "image" if recipe.image else "environment"
+    told = f"{version} (by its {by})" if version else tagged and f"{tagged} (by its image's tag)"
+    return told and f"vLLM {told}"
 
 
 def _method(drafts: Mapping[str, object]) -> str:

@@ -56,13 +56,15 @@ def main(argv: list[str]) -> int:
         recipe = read_recipe(args.recipe, surroundings().inspect)
         seen = outlook(recipe, version_of(recipe))  # before anything is written: it may refuse the recipe
         out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
-        places = Places(out, _checkout(args.source), spark, seen.image)
+        places = Places(out, source_folder(args.source), spark, seen.image)
         after = outlook(replace(recipe, image=seen.image)) if seen.image else seen
         waits = after.hits is False or bool(seen.image and not after.hits)  # for a change that is the user's
         made = RecipeFiles({}) if waits or after.alone else files_of(recipe, places)
         files = gateway_files(recipe, made, places, shadow=waits) if seen.starts else {}
         if files:
             _write(places.out, files, args.force)
+    except UnicodeEncodeError:
+        parser.error("the recipe, or a folder, has a name that is no text in UTF-8; rename it")
     except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
         print(f"seamark setup: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -71,17 +73,17 @@ def main(argv: list[str]) -> int:
     return 0 if after.hits else 1
 
 
-def source_folder() -> Path | None:
-    """The checkout that this Seamark runs in or was installed from, as pip notes (PEP 610); None if none is there."""
-    places = [Path(__file__).resolve().parents[2]]
-    with suppress(metadata.PackageNotFoundError, ValueError, KeyError):
-        noted = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
-        places.append(Path(unquote(urlsplit(noted["url"]).path)))
-    return next(filter(_is_checkout, places), None)
-
-
-def _is_checkout(folder: Path) -> bool:
-    return (folder / "deploy/compose.yaml").is_file()
+def source_folder(given: Path | None = None) -> Path:
+    """`given`, or the checkout that this Seamark runs in or was installed from, as pip notes (PEP 610)."""
+    folders = [given.expanduser().resolve() if given else Path(__file__).resolve().parents[2]]
+    if given is None:
+        with suppress(metadata.PackageNotFoundError, ValueError, KeyError):
+            noted = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+            folders.append(Path(unquote(urlsplit(noted["url"]).path)))
+    for folder in folders:
+        if (folder / "deploy/compose.yaml").is_file():
+            return folder
+    raise SettingsError(f"--source: {folders[-1]} is no checkout of Seamark; give its folder")
 
 
 def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files: Sequence[str]) -> list[str]:
@@ -131,33 +133,20 @@ Off again; it says what it leaves:
     return [*lines, *text.split("\n")]
 
 
-def _checkout(given: Path | None) -> Path:
-    source = given.expanduser().resolve() if given is not None else source_folder()
-    if source is None or not _is_checkout(source):
-        raise SettingsError(
-            f"--source: {source or 'where this Seamark is from'} is no checkout of Seamark; give its folder"
-        )
-    return source
-
-
 def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: bool) -> dict[str, str]:
     """What was made of a recipe, what starts the gateway before it, and what undoes both."""
-    start = [*made.files][-1:]
-    runs_both = {RUN: made.run or run_script(places, start[0])} if start else {}
-    undo = [*made.undo, *left_behind(recipe, places)] if start else []
-    return {
+    worker, port, undo = url_at(recipe.host, recipe.port), recipe.gateway_port, list[str]()
+    serve = f'exec {PYTHON} -m proxy.cli serve --config {shlex.quote(str(places.out / SETTINGS))} "$@"'
+    purpose = "The gateway, in the environment that wrote this file."
+    files = {
         **made.files,
-        SETTINGS: gateway_toml(
-            url_at(recipe.host, recipe.port), gateway_host(recipe), recipe.gateway_port, shadow=shadow
-        ),
-        GATEWAY: script(
-            "The gateway, in the environment that wrote this file. "
-            f"A flag behind this script's name wins over {SETTINGS}.",
-            f'exec {PYTHON} -m proxy.cli serve --config {shlex.quote(str(places.out / SETTINGS))} "$@"',
-        ),
-        **runs_both,
-        UNDO: undo_script(places, undo),
+        SETTINGS: gateway_toml(worker, gateway_host(recipe), port, shadow=shadow),
+        GATEWAY: script(f"{purpose} A flag behind this script's name wins over {SETTINGS}.", serve),
     }
+    if made.files:
+        files[RUN] = made.run or run_script(places, [*made.files][-1])
+        undo = [*made.undo, *left_behind(recipe, places)]
+    return {**files, UNDO: undo_script(places, undo)}
 
 
 def left_behind(recipe: Recipe, places: Places) -> list[str]:
@@ -236,22 +225,15 @@ def undo_script(places: Places, undo: Sequence[str]) -> str:
 
 def _write(out: Path, files: Mapping[str, str], force: bool) -> None:
     """For their owner alone, as what the user starts vLLM with may hold keys; and listed for `undo.sh`."""
-    try:
-        contents = {name: text.encode() for name, text in files.items()}
-    except UnicodeEncodeError:
-        raise SettingsError("the recipe, or a folder, has a name that is no text in UTF-8; rename it") from None
     there = [name for name in (*files, LIST, MOD, GATEWAY_LOG) if os.path.lexists(out / name)]
     if there and not force:
         cure = "give another folder, or --force, which overwrites"
         raise SettingsError(f"--out: {out} has {', '.join(there)} already; nothing was written: {cure}")
-    kept = (out / LIST).read_bytes() if LIST in there else b""
-    digests = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items()]
-    contents[LIST] = kept + "".join(digests).encode()
-    for name, content in contents.items():
+    kept = (out / LIST).read_text() if LIST in there else ""
+    digests = [f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in files.items()]
+    for name, text in {**files, LIST: kept + "".join(digests)}.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a link would lead elsewhere
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_bytes(content)
-        if name.endswith(".sh"):
-            path.chmod(0o700)
+        path.touch(mode=0o700 if name.endswith(".sh") else 0o600, exist_ok=False)
+        path.write_bytes(text.encode())

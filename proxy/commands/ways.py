@@ -1,6 +1,6 @@
 """How a vLLM is run (pip, systemd, Docker, compose, spark-vllm-docker, Kubernetes), as far as it shows from here.
 
-Nothing is asked but this machine's `/proc`, its environment, the URL, and `docker inspect` where there is a docker.
+Nothing is asked but this machine's `/proc`, the URL, and `docker inspect` where there is a docker.
 """
 
 from __future__ import annotations
@@ -50,20 +50,19 @@ class Surroundings(NamedTuple):
     """What is looked at; tests give their own."""
 
     proc: Path
-    environment: Mapping[str, str]
     in_container: bool
     inspect: Callable[[str], Mapping[str, Any] | None]  # a container's id: what Docker says of it
 
 
 def surroundings() -> Surroundings:
     in_container = any(Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv"))
-    return Surroundings(Path("/proc"), os.environ, in_container, partial(_docker_inspect, "inspect"))
+    return Surroundings(Path("/proc"), in_container, partial(_docker_inspect, "inspect"))
 
 
 def find(url: str, around: Surroundings) -> FoundWay | None:
     """How the vLLM at `url` is run; None if it does not show, or not clearly."""
     host = urlsplit(url).hostname or ""
-    if "KUBERNETES_SERVICE_HOST" in around.environment or host.endswith((".svc", ".cluster.local")):
+    if host.endswith((".svc", ".cluster.local")):
         return FoundWay(Way.KUBERNETES)
     if host in LOOPBACK:
         return _among_processes(urlsplit(url).port or DEFAULT_PORT, around)
