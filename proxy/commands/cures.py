@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from string import Template
 from typing import NamedTuple
 
@@ -20,9 +19,9 @@ _PIP = f"pip install --no-deps {_SOURCE}"
 
 
 class WayCures(NamedTuple):
-    """Lines for one way of running vLLM: $name is what the way calls its vLLM, $start its model with host and port.
+    """Lines for one way of running vLLM: $name is what the way calls it, $python the interpreter that has it.
 
-    $image is vLLM's own that the plugin fits, $before the one it runs now, $python the interpreter that has vLLM.
+    $image is vLLM's own that the plugin fits, $before the one it runs now.
     """
 
     install: str  # the plugin, and vLLM started with it
@@ -33,7 +32,7 @@ class WayCures(NamedTuple):
 _CURES = {
     Way.PIP: WayCures(
         f"{_PIP}   # into the environment that runs vLLM; then start it with\n"
-        "seamark worker $start ...   # the flags it has now in place of the dots",
+        "seamark worker --host 0.0.0.0 ...   # in place of `vllm serve`; what stands behind that in place of the dots",
         "a flag of vLLM",
         f"$python -m pip install vllm=={RELEASE}",
     ),
@@ -70,20 +69,15 @@ _CURES = {
 
 
 class Cures(NamedTuple):
-    """What to change about the vLLM that serves `model` at `port`."""
+    """What to change about a vLLM."""
 
     found: FoundWay
-    model: str
-    port: int
-    local: bool  # asked over the loopback
 
     def install(self) -> str:
-        host = [] if self.local else ["--host", "0.0.0.0"]  # noqa: S104
-        start = shlex.join([self.model, *host, "--port", str(self.port)])
-        return self._lines(_CURES[self.found.way].install, start=start)
+        return self._lines(_CURES[self.found.way].install)
 
     def update(self, wanted: str) -> str:
-        return f"{_PIP}   # {wanted} or later, where vLLM is installed, or build its image anew; then restart vLLM"
+        return f"{_PIP}   # {wanted} or later, into vLLM's environment, or build its image anew; then restart vLLM"
 
     def release(self) -> str:
         """A vLLM that the plugin knows."""

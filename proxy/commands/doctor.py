@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from textwrap import indent
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,8 +20,8 @@ from proxy.commands.outlook import outlook, version_of
 from proxy.commands.parser import Parser
 from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.versions import FORK, FORK_ALONE, SUPPORTED, is_fork, is_supported
-from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
-from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
+from proxy.commands.ways import FoundWay, Way, find, surroundings
+from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet.probe import (
     MODELS,
@@ -67,10 +68,6 @@ class Diagnosis(NamedTuple):
     cure: str = ""
     against: str = ""  # how the first line begins, if there can be no hits because of this: it says it
 
-    @property
-    def cure_lines(self) -> list[str]:
-        return [f"    {line}" for line in self.cure.splitlines()]
-
 
 def main(argv: list[str]) -> int:
     parser = Parser(
@@ -82,8 +79,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--worker-api-key-file", type=Path, metavar="FILE", help="holds the worker's API key")
     parser.add_argument("--gateway", metavar="URL", help="a gateway before the worker: prints what it has seen lost")
     parser.add_argument("--gateway-key-file", type=Path, metavar="FILE", help="holds an admin's key of that gateway")
-    way = "how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip"
-    parser.add_argument("--runs-as", type=Way, choices=list(Way), metavar="|".join(Way), help=way)
+    runs = "how vLLM is run, so that cures are worded for that; by default what can be seen from here, else pip"
+    parser.add_argument("--runs-as", type=Way, choices=list(Way), metavar="|".join(Way), help=runs)
     args = parser.parse_args(argv)
     if bool(args.worker) == bool(args.recipe):
         parser.error("give --worker URL, or --recipe RECIPE before anything runs")
@@ -105,23 +102,29 @@ def main(argv: list[str]) -> int:
             lost = asyncio.run(read_shadow(address(args.gateway), gateway_key))
     except Unwell as error:
         diagnoses.append(Diagnosis(False, str(error), against="not reachable"))
+    print("\n".join(map(printable, said(url, diagnoses, lost, way))))
+    return 0 if all(each.fine for each in diagnoses) else 1
+
+
+def said(url: str, diagnoses: Sequence[Diagnosis], lost: Sequence[str], way: FoundWay) -> Iterator[str]:
+    """The first line is what keeps from hits, or that they will come; the last ones are the cure of what does."""
     stops = next((each for each in diagnoses if each.against), None)
-    fine, wrong = ([each for each in diagnoses if each.fine is so and each is not stops] for so in (True, False))
+    wrong = [each for each in diagnoses if not each.fine and each is not stops]
     if stops is not None:
-        lines = [f"{stops.against}: {stops.text}"]
+        yield f"{stops.against}: {stops.text}"
     else:
         to_change = f"; {len(wrong)} to change, see WRONG below" if wrong else ""
-        lines = [f"will hit: {without_credentials(url)[0]} {diagnoses[0].text}{to_change}"]
-    for each in (*fine, *wrong):
-        lines += [f"{'ok   ' if each.fine else 'WRONG'} {each.text}", *each.cure_lines]
-    lines += lost
+        yield f"will hit: {without_credentials(url)[0]} {diagnoses[0].text}{to_change}"
+    for each in (*(each for each in diagnoses if each.fine), *wrong):
+        yield f"{'ok   ' if each.fine else 'WRONG'} {each.text}"
+        yield from indent(each.cure, "    ").splitlines()
+    yield from lost
     if any(each.cure for each in diagnoses):
         name = f" ({way.name})" if way.name else ""
-        lines.append(f"(cures for {way.way}{name}; if vLLM is run otherwise: --runs-as {'|'.join(Way)})")
+        yield f"(cures for {way.way}{name}; if vLLM is run otherwise: --runs-as {'|'.join(Way)})"
     if stops is not None and stops.cure:
-        lines += ["the cure:", *stops.cure_lines]
-    print("\n".join(map(printable, lines)))
-    return 0 if stops is None and not wrong else 1
+        yield "the cure:"
+        yield from indent(stops.cure, "    ").splitlines()
 
 
 def _of_recipe(given: str) -> int:
@@ -195,9 +198,7 @@ async def _diagnoses(worker: Probe, way: FoundWay) -> list[Diagnosis]:
         return [Diagnosis(False, text, against="a gateway, not a worker")]
     if not (models := await worker.models()):
         raise Unwell(f"not vLLM: {MODELS} lists no models")
-    model, parts = models[0]["id"], urlsplit(shown)
-    root = printable(models[0].get("root") or model)
-    cures = Cures(way, root, parts.port or DEFAULT_PORT, parts.hostname in LOOPBACK)
+    model, cures = models[0]["id"], Cures(way)
     levels = read_metrics((await worker.metrics())[0]).sleep_levels
     if why := await worker.why_asleep(EngineAnswers(shown), levels, PROBE_TIMEOUT):
         return [Diagnosis(False, f"{shown} is {why}", against=CANNOT)]

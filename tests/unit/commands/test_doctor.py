@@ -88,14 +88,12 @@ SHADOW: Mapping[str, Any] = {
     "tokens_without_seconds": 7000,
     "cached_not_told": 8000,
 }
-SERVED = b'{"data":[{"id":"m","root":"org/real"},{"id":"n"}]}'
 UNTOLD = b'{"usage": {"prompt_tokens": 1}}'
 
 # What answers, and the flags.
 WORKERS: dict[str, tuple[Any, ...]] = {
     "a patched worker": (RecordingWorker(),),
     "no plugin": (RecordingWorker(patched=False, more_metrics=CONFIG % (2096, "True", 16)),),
-    "no plugin, a served name": (pages("/v1/models", 200, SERVED, patched=False),),
     "prefix caching off": (RecordingWorker(more_metrics=CONFIG % (384, "False", 16)),),
     "hints refused for a layer": (
         RecordingWorker(refused="a layer has a sliding window", more_metrics=DRAFTS + CONFIG % (528, "True", 528)),
@@ -298,8 +296,8 @@ def all_lines(own: Cures) -> str:
 
 @pytest.mark.parametrize("way", list(Way))
 def test_each_way_has_lines_of_its_own_that_name_what_was_found(way, expect_golden):
-    expect_golden("cures", f"{way}", all_lines(Cures(FoundWay(way), "org/my m", 8001, True)))
-    expect_golden("cures", f"{way}, named, elsewhere", all_lines(Cures(FoundWay(way, "llm"), "org/my m", 8001, False)))
+    expect_golden("cures", f"{way}", all_lines(Cures(FoundWay(way))))
+    expect_golden("cures", f"{way}, named", all_lines(Cures(FoundWay(way, "llm"))))
 
 
 CONTAINER = "3f" * 32
