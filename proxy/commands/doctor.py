@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from textwrap import indent
@@ -20,7 +20,7 @@ from proxy.commands.outlook import outlook, version_of
 from proxy.commands.parser import Parser
 from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.versions import FORK, FORK_ALONE, SUPPORTED, is_fork, is_supported
-from proxy.commands.ways import FoundWay, Way, find, surroundings
+from proxy.commands.ways import FoundWay, Way, docker_inspect, find
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet.probe import (
@@ -38,7 +38,7 @@ from proxy.fleet.worker import CLOSED, OPEN, TRIAL
 from proxy.fleet.worker_metrics import WorkerMetrics
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import loads
-from proxy.observability.shadow import CURED
+from proxy.observability.shadow import shadow_lines
 from proxy.printable import printable
 from proxy.routing.engine_events import PATH as EVENTS
 from proxy.settings import Settings
@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     way = _way(url, args.runs_as)
     diagnoses, lost = list[Diagnosis](), list[str]()
     try:
-        diagnoses += asyncio.run(examine(url, worker_key, way))
+        diagnoses += asyncio.run(examine(url, worker_key, Cures(way)))
         if args.gateway:
             lost = asyncio.run(read_shadow(address(args.gateway), gateway_key))
     except Unwell as error:
@@ -129,7 +129,7 @@ def said(url: str, diagnoses: Sequence[Diagnosis], lost: Sequence[str], way: Fou
 
 def _of_recipe(given: str) -> int:
     """Say what a recipe will do; 1 unless it will hit."""
-    recipe = read_recipe(given, surroundings().inspect)
+    recipe = read_recipe(given, docker_inspect)
     seen = outlook(recipe, version_of(recipe))
     lines = [*seen.lines, *(f"Note: {note}" for note in seen.notes)]
     if seen.starts:
@@ -147,7 +147,7 @@ def address(url: str) -> str:
 def _way(url: str, chosen: Way | None) -> FoundWay:
     """How vLLM is run, as it is told, or else as it looks from here."""
     with suppress(ValueError):  # no URL
-        seen = find(url, surroundings())
+        seen = find(url)
         if seen is not None and chosen in (None, seen.way):
             return seen
     return FoundWay(chosen or Way.PIP)
@@ -185,48 +185,44 @@ async def _asking(url: str, api_key: str | None, what: str) -> AsyncIterator[Pro
         await upstream.aclose()
 
 
-async def examine(url: str, api_key: str | None, way: FoundWay) -> list[Diagnosis]:
+async def examine(url: str, api_key: str | None, cures: Cures) -> list[Diagnosis]:
     """What is right and wrong with the worker at `url`. Sends it requests for one token. Raises `Unwell`."""
     async with _asking(url, api_key, "server") as worker:
-        return await _diagnoses(worker, way)
-
-
-async def _diagnoses(worker: Probe, way: FoundWay) -> list[Diagnosis]:
-    shown = worker.url
-    if gateway_id((await worker.get("/health"))[1]) is not None:
-        text = f"{shown}; give --worker a vLLM behind it: {shown}/ui shows them"
-        return [Diagnosis(False, text, against="a gateway, not a worker")]
-    if not (models := await worker.models()):
-        raise Unwell(f"not vLLM: {MODELS} lists no models")
-    model, cures = models[0]["id"], Cures(way)
-    levels = read_metrics((await worker.metrics())[0]).sleep_levels
-    if why := await worker.why_asleep(EngineAnswers(shown), levels, PROBE_TIMEOUT):
-        return [Diagnosis(False, f"{shown} is {why}", against=CANNOT)]
-    frontend = await worker.frontend()
-    # First, since an engine's metrics are certain once it has run a step.
-    answers = [each async for each in _requests(worker, model, cures, renders=not frontend.name)]
-    exposition, reports = await worker.all_metrics()
-    metrics, vllm = read_metrics(exposition), await worker.version()
-    is_read = metrics.engine is not None or not reports.why_not
-    found = [
-        Diagnosis(True, f"serves {model}"),
-        Diagnosis(bool(vllm), f"vLLM {vllm or 'of no version: /version gives none'}"),
-        *(_engine(metrics, cures, vllm or "") if is_read else ()),
-        *_drafts(metrics),
-    ]
-    if frontend.name:
-        lacks = ", ".join((*frontend.lacks, "hints in a header"))
-        found.append(Diagnosis(True, f"{frontend.name} serves; it lacks {lacks}"))
-    if metrics.prefix_caching is False:
-        cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
-        found.append(Diagnosis(False, "prefix caching is off in this vLLM", cure, CANNOT))
-    if metrics.connector:
-        cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
-        text = f"KV connector {metrics.connector}: {LANES.get(metrics.lane, metrics.lane)}"
-        found.append(_right(metrics.lane != "no_hints", text, cure, CANNOT))
-    if metrics.engine or reports.why_not:
-        found.append(await _events(worker, reports, cures))
-    return [*found, *answers]
+        shown = worker.url
+        if gateway_id((await worker.get("/health"))[1]) is not None:
+            text = f"{shown}; give --worker a vLLM behind it: {shown}/ui shows them"
+            return [Diagnosis(False, text, against="a gateway, not a worker")]
+        if not (models := await worker.models()):
+            raise Unwell(f"not vLLM: {MODELS} lists no models")
+        model = models[0]["id"]
+        levels = read_metrics((await worker.metrics())[0]).sleep_levels
+        if why := await worker.why_asleep(EngineAnswers(shown), levels, PROBE_TIMEOUT):
+            return [Diagnosis(False, f"{shown} is {why}", against=CANNOT)]
+        frontend = await worker.frontend()
+        # First, since an engine's metrics are certain once it has run a step.
+        answers = [each async for each in _requests(worker, model, cures, renders=not frontend.name)]
+        exposition, reports = await worker.all_metrics()
+        metrics, vllm = read_metrics(exposition), await worker.version()
+        is_read = metrics.engine is not None or not reports.why_not
+        found = [
+            Diagnosis(True, f"serves {model}"),
+            Diagnosis(bool(vllm), f"vLLM {vllm or 'of no version: /version gives none'}"),
+            *(_engine(metrics, cures, vllm or "") if is_read else ()),
+            *_drafts(metrics),
+        ]
+        if frontend.name:
+            lacks = ", ".join((*frontend.lacks, "hints in a header"))
+            found.append(Diagnosis(True, f"{frontend.name} serves; it lacks {lacks}"))
+        if metrics.prefix_caching is False:
+            cure = cures.flag("--enable-prefix-caching", "and no --no-enable-prefix-caching")
+            found.append(Diagnosis(False, "prefix caching is off in this vLLM", cure, CANNOT))
+        if metrics.connector:
+            cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
+            text = f"KV connector {metrics.connector}: {LANES.get(metrics.lane, metrics.lane)}"
+            found.append(_right(metrics.lane != "no_hints", text, cure, CANNOT))
+        if metrics.engine or reports.why_not:
+            found.append(await _events(worker, reports, cures))
+        return [*found, *answers]
 
 
 def _right(fine: bool, text: str, cure: str, against: str = "") -> Diagnosis:
@@ -243,9 +239,7 @@ def _engine(metrics: WorkerMetrics, cures: Cures, vllm: str) -> Iterator[Diagnos
         yield Diagnosis(False, metrics.other_release, cures.update(version()), CANNOT)
     elif info is None and is_fork(f"{cures.found.image} {vllm}"):
         yield Diagnosis(False, FORK, cures.release(), "no hits by Seamark")
-        yield Diagnosis(
-            True, f"{FORK_ALONE}; a gateway in shadow mode (`seamark serve --shadow`) counts what that loses"
-        )
+        yield Diagnosis(True, f"{FORK_ALONE}; a gateway in shadow mode (`seamark serve --shadow`) counts the loss")
     elif info is None and not is_supported(vllm):
         cure = f"{cures.release()}\n{cures.install()}"
         yield Diagnosis(False, f"the plugin leaves vLLM {vllm} untouched, as it knows {SUPPORTED}{alone}", cure, CANNOT)
@@ -278,7 +272,8 @@ def _drafts(metrics: WorkerMetrics) -> Iterator[Diagnosis]:
     fine, text = True, "the plugin tries hints at each start"
     if (info := metrics.engine) is not None:
         fine, text = DRAFTS.get(info.drafts, (True, f"hints are {'not ' if info.refused else ''}used"))
-        text += f", which share {info.ahead} tokens past a state" if info.ahead and fine else ""
+        if info.ahead and not info.refused:
+            text += f", for prompts that share {info.ahead} tokens past a state"
     yield Diagnosis(fine, f"with speculative decoding {text}")
 
 
@@ -324,7 +319,8 @@ async def _requests(worker: Probe, model: str, cures: Cures, *, renders: bool) -
         status, _ = await _post(worker, CHAT + "/render", **chat)
         # /tokenize renders nearly everything alike, so a closed route is no error.
         cure = cures.flag("--enable-scale-out", "without it, the gateway falls back to /tokenize")
-        yield Diagnosis(True, *(("render route open",) if status == 200 else ("render route closed", cure)))
+        is_open = status == 200
+        yield Diagnosis(True, f"render route {'open' if is_open else 'closed'}", "" if is_open else cure)
     status, answer = await _post(worker, CHAT, **chat, max_tokens=1, tools=[TOOL], tool_choice="auto")
     if status == 200:
         yield Diagnosis(True, "takes tools, as agents send them")
@@ -344,28 +340,3 @@ async def read_shadow(gateway: str, api_key: str | None) -> list[str]:
         return [*told["warnings"], *shadow_lines(told["shadow"])]
     except (ValueError, KeyError, TypeError):
         raise Unwell(f"{asked.url} is not a Seamark gateway") from None
-
-
-# What is said beside losses, by the field or the result that counts it.
-BESIDE = {
-    "waiting": "requests are still to be judged",
-    "tokens_without_seconds": "of these tokens have no seconds yet: too few streams to learn from",
-    "cached_not_told": "answers did not say what was cached: the worker's own total of hits was used",
-    "no_usage": "requests not judged: neither the answers nor the worker's /metrics say what was cached",
-    "no_room": "requests not judged: raise text_bytes",
-}
-
-
-def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:
-    """The part `shadow` of `/seamark/status` in words. Raises `KeyError` or `TypeError` for anything else."""
-    seconds, results = shadow["watched_seconds"], dict(shadow["requests"])
-    time = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
-    lines = [f"lost in {time}, {results.pop('judged', 0):,} requests judged:"]
-    for reason, loss in sorted(shadow["lost"].items(), key=lambda item: -item[1]["tokens"]):
-        cured = "   the plugin saves these" if reason == CURED else ""
-        lines.append(f"    {loss['tokens']:>12,} tokens {loss['seconds']:>10.1f} s   {reason}{cured}")
-    if not shadow["lost"]:
-        lines.append("    nothing so far")
-    counts = {name: shadow[name] for name in ("waiting", "tokens_without_seconds", "cached_not_told")} | results
-    said = {name: BESIDE.get(name, f"requests not judged: {name}") for name in counts}
-    return [*lines, *(f"    {count:,} {said[name]}" for name, count in counts.items() if count)]

@@ -20,7 +20,7 @@ from proxy.commands.parser import Parser
 from proxy.commands.recipe import EVERYWHERE, GATEWAY_PORT, Recipe, RecipeKind
 from proxy.commands.recipe_files import LIST, MOD, Places, RecipeFiles, files_of, script
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.ways import surroundings
+from proxy.commands.ways import docker_inspect
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
 from proxy.printable import printable
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--spark", type=Path, metavar="DIR", default="~/spark-vllm-docker", help=checkout)
     args = parser.parse_args(argv)
     try:
-        recipe = read_recipe(args.recipe, surroundings().inspect)
+        recipe = read_recipe(args.recipe, docker_inspect)
         seen = outlook(recipe, version_of(recipe))  # before anything is written: it may refuse the recipe
         out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
         places = Places(out, source_folder(args.source), spark, seen.image)

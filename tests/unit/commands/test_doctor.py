@@ -17,9 +17,10 @@ import pytest
 
 from proxy.commands import doctor, outlook, ways
 from proxy.commands.cures import Cures
-from proxy.commands.doctor import STATUS, shadow_lines
-from proxy.commands.ways import FoundWay, Surroundings, Way, find, surroundings
+from proxy.commands.doctor import STATUS
+from proxy.commands.ways import FoundWay, Way, docker_inspect, find
 from proxy.http.client import Broken, Silent, Unreachable
+from proxy.observability.shadow import shadow_lines
 from tests.harness.fake_engine import engine_info
 from tests.harness.in_memory_gateway import Reachable
 from tests.harness.recording_worker import RecordingWorker, respond
@@ -144,7 +145,7 @@ WORKERS: dict[str, tuple[Any, ...]] = {
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing shows how vLLM is run."""
-    monkeypatch.setattr(doctor, "find", lambda url, around: None)
+    monkeypatch.setattr(doctor, "find", lambda url: None)
 
 
 @pytest.fixture
@@ -218,7 +219,7 @@ def test_an_engine_core_without_the_patches_is_noticed_although_the_server_has_t
     ],
 )
 def test_cures_are_for_the_way_that_is_said_or_seen(examined, reachable, monkeypatch, seen, flags, expect_golden):
-    monkeypatch.setattr(doctor, "find", lambda url, around: seen)
+    monkeypatch.setattr(doctor, "find", lambda url: seen)
     reachable.add(RecordingWorker(patched=False))
     expect_golden("doctor", f"no plugin, {seen.way} {seen.name} {''.join(flags)}".strip(), examined(*flags))
 
@@ -314,21 +315,19 @@ def container(image: str = OWN, name: str = "/llm", **labels: str) -> dict[str, 
 
 
 @pytest.fixture
-def around(tmp_path) -> Callable[..., Surroundings]:
-    """`around((arguments, control group), ...)`: a machine with these processes."""
+def around(tmp_path, monkeypatch) -> Callable[..., None]:
+    """`around((arguments, control group), ...)`: a machine with these processes, and with what Docker says."""
 
-    def around(
-        *processes: tuple[tuple[str, ...], str],
-        in_container: bool = False,
-        inspected: Mapping[str, Any] | None = None,
-    ) -> Surroundings:
+    def around(*processes: tuple[tuple[str, ...], str], in_container: bool = False, inspected: Any = None) -> None:
         for number, (arguments, group) in enumerate(processes, 100):
             folder: Path = tmp_path / str(number)
             folder.mkdir()
             (folder / "cmdline").write_text("\0".join(arguments) + "\0")
             (folder / "cgroup").write_text(group)
         (tmp_path / "99").mkdir()  # a process that is not ours to look at
-        return Surroundings(tmp_path, in_container, lambda name: inspected if name == CONTAINER else None)
+        monkeypatch.setattr(ways, "PROC", tmp_path)
+        monkeypatch.setattr(ways, "MARKS", [tmp_path] if in_container else [])
+        monkeypatch.setattr(ways, "docker_inspect", lambda name: inspected if name == CONTAINER else None)
 
     return around
 
@@ -359,15 +358,16 @@ def around(tmp_path) -> Callable[..., Surroundings]:
     ],
 )
 def test_a_server_on_this_machine_is_known_by_its_control_group(around, arguments, group, inspected, found):
-    assert find(URL, around((arguments, group), inspected=inspected)) == found
+    around((arguments, group), inspected=inspected)
+    assert find(URL) == found
 
 
 def test_of_several_servers_the_one_at_the_port_counts_and_mapped_ports_of_one_way_too(around):
     first, second = ((*SERVE, "--port", "8001"), USER), ((*SERVE, "--port=8002"), "0::/system.slice/b.service\n")
-    machine = around(first, second)
-    assert find("http://localhost:8001", machine) == FoundWay(Way.PIP)
-    assert find("http://[::1]:8002", machine) == FoundWay(Way.SYSTEMD, "b.service")
-    assert find("http://127.0.0.1:9000", machine) is None  # either
+    around(first, second)
+    assert find("http://localhost:8001") == FoundWay(Way.PIP)
+    assert find("http://[::1]:8002") == FoundWay(Way.SYSTEMD, "b.service")
+    assert find("http://127.0.0.1:9000") is None  # either
 
 
 @pytest.mark.parametrize(
@@ -380,11 +380,15 @@ def test_of_several_servers_the_one_at_the_port_counts_and_mapped_ports_of_one_w
     ],
 )
 def test_from_within_a_container_names_tell(around, url, found):
-    assert find(url, around((SERVE, "0::/\n"), in_container=True)) == found
+    around((SERVE, "0::/\n"), in_container=True)
+    assert find(url) == found
 
 
-def test_a_machine_elsewhere_says_nothing(around):
-    assert find("http://spark:8000", around((SERVE, USER))) is None
+def test_from_a_pod_it_is_kubernetes_and_a_machine_elsewhere_says_nothing(around, monkeypatch):
+    around((SERVE, USER))
+    assert find("http://spark:8000") is None
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert find("http://worker:8000") == FoundWay(Way.KUBERNETES)
 
 
 FAILURES = [OSError("no docker"), subprocess.CalledProcessError(1, "docker"), subprocess.TimeoutExpired("docker", 5)]
@@ -401,9 +405,9 @@ FAILURES = [OSError("no docker"), subprocess.CalledProcessError(1, "docker"), su
 def test_docker_is_asked_what_a_container_is(answer, told, monkeypatch):
     run = Mock(side_effect=[answer if isinstance(answer, Exception) else SimpleNamespace(stdout=answer)])
     monkeypatch.setattr(ways.subprocess, "run", run)
-    assert surroundings().inspect("llm") == told
+    assert docker_inspect("llm") == told
     (command,), given = run.call_args
-    assert command == ("docker", "inspect", "llm") and given.pop("timeout") > 0
+    assert command == ("docker", "inspect", "--", "llm") and given.pop("timeout") > 0
     assert given == {"capture_output": True, "text": True, "check": True}
 
 
