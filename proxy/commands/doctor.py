@@ -272,7 +272,7 @@ def _drafts(metrics: WorkerMetrics) -> Iterator[Diagnosis]:
     fine, text = True, "the plugin tries hints at each start"
     if (info := metrics.engine) is not None:
         fine, text = DRAFTS.get(info.drafts, (True, f"hints are {'not ' if info.refused else ''}used"))
-        if info.ahead and not info.refused:
+        if info.ahead and fine and not info.refused:
             text += f", for prompts that share {info.ahead} tokens past a state"
     yield Diagnosis(fine, f"with speculative decoding {text}")
 
