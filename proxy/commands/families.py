@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,59 +59,41 @@ ATTENTION = KnownFamily(
 # In a config of layers that may keep a state, known here or not.
 _MAYBE_RECURRENT = re.compile("mamba|ssm|conv|linear|recurr|rwkv|lru|delta|hyena|hybrid|block_type|attn_type", re.I)
 
-# vLLM's parser of a model's tool calls, by a part of its name.
-TOOL_PARSERS = {
-    "qwen3-next": "hermes",
-    "qwen3-coder": "qwen3_xml",
-    "qwen3.": "qwen3_xml",
-    "nemotron-3": "qwen3_xml",
-    "glm-5.3": "glm47",
-    "granite-4": "granite4",
-    "lfm2": "lfm2",
-}
-
 
 class FoundFamily(NamedTuple):
     family: KnownFamily | None  # None: not known
     source: str  # what told it
 
 
-def family_of(model: str, caches: Sequence[Path] = ()) -> FoundFamily:
-    """By the config of a model given as a folder; else by its name; else by its config in one of the `caches`."""
-    if (own := _config_in(Path(os.path.expanduser(model)))) and (family := _of_config(own)):
+def family_of(model: str, folder: str = "", *environments: Mapping[str, str]) -> FoundFamily:
+    """By the config of a model given as a folder; else by its name; else by its config where it was fetched before.
+
+    That may be in a `folder`, or where programs with these `environments` load from.
+    """
+    own = Path(os.path.expanduser(model), "config.json")
+    if os.path.isfile(own) and (family := _of_config(own)):  # which takes any name, as long ones
         return FoundFamily(family, str(own))
     name = model.lower().replace("_", "-")
     for family in (*FAMILIES, ATTENTION):
         if re.search(rf"(?<![a-z0-9])(?:{'|'.join(map(re.escape, family.words.split()))})(?!\d)", name):
             return FoundFamily(family, "the model's name")
-    for cache in caches:
-        if (path := _cached(model, cache)) and (family := _of_config(path)):
+    for cache in (*([folder] if folder else []), *map(_cache, environments)):
+        if (path := _cached(model, Path(os.path.expanduser(cache)))) and (family := _of_config(path)):
             return FoundFamily(family, str(path))
     return FoundFamily(None, "")
 
 
-def hugging_face_caches(*environments: Mapping[str, str]) -> Iterator[Path]:
-    """Folders in which models lie that were fetched before."""
-    for variables in environments:
-        home = variables.get("HF_HOME") or f"{variables.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-        hub = variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
-        yield Path(os.path.expanduser(hub))
+def _cache(variables: Mapping[str, str]) -> str:
+    home = variables.get("HF_HOME") or f"{variables.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    return variables.get("HF_HUB_CACHE") or variables.get("HUGGINGFACE_HUB_CACHE") or f"{home}/hub"
 
 
 def _cached(model: str, cache: Path) -> Path | None:
     """The newest config of a model, named ORGANISATION/NAME, that lies in a cache."""
     if not re.fullmatch(r"[\w.-]+(?:/[\w.-]+)?", model, re.ASCII):
         return None
-    folder = cache / f"models--{model.replace('/', '--')}" / "snapshots"
-    with suppress(OSError):
-        found = [path for each in folder.iterdir() if (path := _config_in(each))]
-        return max(found, key=lambda path: path.stat().st_mtime, default=None)
-    return None
-
-
-def _config_in(folder: Path) -> Path | None:
-    path = folder / "config.json"
-    return path if os.path.isfile(path) else None  # which takes any name, as long ones
+    found = filter(Path.is_file, cache.glob(f"models--{model.replace('/', '--')}/snapshots/*/config.json"))
+    return max(found, key=os.path.getmtime, default=None)
 
 
 def _of_config(path: Path) -> KnownFamily | None:

@@ -7,34 +7,34 @@ is installed. What these tables say is what the plugin has, and what vLLM takes 
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from proxy.commands.cures import release_line
-from proxy.commands.families import KnownFamily, family_of, hugging_face_caches
+from proxy.commands.families import KnownFamily, family_of
 from proxy.commands.recipe import Recipe, RecipeKind
 from proxy.commands.versions import (
     FORK,
+    FORK_ALONE,
     FORK_SIGNS,
     RELEASE,
     SUPPORTED,
-    fork_alone,
     is_fork,
     is_supported,
     release_image,
     tag_version,
 )
 from proxy.commands.ways import FoundWay, Way, environment_version, image_version
-from proxy.errors import SettingsError
 
 # Methods of drafts with which the plugin gives hints.
 METHODS = ("mtp", "ngram", "eagle", "eagle3", "dflash", "dspark")
 
 # KV connectors with which vLLM starts no hybrid model.
 NOT_SERVED = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
+
+# Fields of drafts with which their number is not fixed.
+VARYING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
 
 CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
 DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
@@ -85,17 +85,24 @@ class Outlook(NamedTuple):
     alone: bool = False  # whether vLLM hits without the plugin, which adds nothing
     notes: Sequence[str] = ()
 
+    @property
+    def lines(self) -> list[str]:
+        """The verdict, the command that tells what it depends on, and what it waits for."""
+        asks = [f"This tells it: {self.ask}"] if self.ask else []
+        change = f"{'If it is another' if self.ask else 'The one change'}: {self.change}"
+        return [self.verdict, *asks, *([change] if self.change else [])]
+
 
 def outlook(recipe: Recipe, version: str = "") -> Outlook:
     """`version`: of the recipe's vLLM, as `version_of` tells it; without one an image's tag is believed."""
-    notes = [*recipe.notes, *(f"{flag} is to go: {why}" for flag, why in DROPPED.items() if recipe.has(flag))]
-    if recipe.has(NO_CACHING):
-        notes.append(f"{NO_CACHING} is to go: without a prefix cache nothing can hit")
+    dropped = {**DROPPED, NO_CACHING: "without a prefix cache nothing can hit"}
+    notes = [*recipe.notes, *(f"{flag} is to go: {why}" for flag, why in dropped.items() if recipe.has(flag))]
     went = sorted(REPLACED.keys() & recipe.environment.keys())
     notes += [f"{name} has no effect on vLLM {SUPPORTED}: {REPLACED[name]} is in its place" for name in went]
     if recipe.has_rust_frontend:
         notes.append("its HTTP server is the one in Rust: no middleware, reports are read at a port of their own")
-    found = family_of(recipe.model, _caches(recipe))
+    variables = {**os.environ, **recipe.environment}
+    found = family_of(recipe.model, recipe.value("--download-dir"), variables, os.environ)
     if found.family and not found.family.states:
         verdict = f"will hit with vLLM alone: no layer of the model is recurrent, by {found.source}"
         return Outlook(True, f"{verdict}; the plugin adds nothing", alone=True, notes=notes)
@@ -136,7 +143,7 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
         unknown = [sign for sign in signs if sign.startswith("--") and sign not in recipe.builds]
         without = f" without {', '.join(unknown)}, which it does not know" if unknown else ""
         verdict = f"no hits by Seamark: {FORK} ({', '.join(signs)})"
-        yield Outlook(False, verdict, _release(recipe, without), notes=[fork_alone(recipe.model)])
+        yield Outlook(False, verdict, _release(recipe, without), notes=[FORK_ALONE])
     if not is_supported(version or tag_version(recipe.image)):
         why = f"the plugin leaves {_vllm(recipe, version)} untouched; it knows {SUPPORTED}"
         yield obstacle(why, _release(recipe), image=release_image(recipe.image))
@@ -156,14 +163,10 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
         yield obstacle(why, f"{away}, or take one of {', '.join(METHODS)}")
     if not family.with_drafts and method != "ngram":
         yield obstacle(f"{family.states}: hints are not used with drafts", away)
-    for name in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
-        if drafts.get(name):
-            yield obstacle("the number of its drafts is not fixed", f"leave {name} of {DRAFTS[0]} away")
-    stages = recipe.value("--pipeline-parallel-size", "-pp") or "1"
-    if not re.fullmatch(r"\d{1,9}", stages, re.ASCII):
-        raise SettingsError(f"{recipe.source}: --pipeline-parallel-size {stages[:64]} is not a number")
-    if int(stages) > 1:
-        yield obstacle("drafts with pipeline parallelism", "take tensor parallelism, or no drafts")
+    if varying := [name for name in VARYING if drafts.get(name)]:
+        yield obstacle("the number of its drafts is not fixed", f"leave {', '.join(varying)} of {DRAFTS[0]} away")
+    if (stages := recipe.value("--pipeline-parallel-size", "-pp")) not in ("", "1"):
+        yield obstacle(f"drafts with {stages} pipeline stages", "take tensor parallelism, or no drafts")
     if connector:
         yield obstacle("drafts with a KV connector", f"leave {DRAFTS[0]} or {CONNECTOR[0]} away")
 
@@ -182,16 +185,9 @@ def fork_signs(recipe: Recipe) -> list[str]:
 
 def _release(recipe: Recipe, without: str = "") -> str:
     """What to do for a vLLM that the plugin knows. `without`: flags."""
-    way = FoundWay(_WAYS.get(recipe.kind, Way.PIP), recipe.name, recipe.image)
-    if way.image and way.way is Way.SYSTEMD:
-        way = way._replace(way=Way.DOCKER)
-    return f"take vLLM {RELEASE}{without}: {release_line(way, recipe.python)}"
-
-
-def _caches(recipe: Recipe) -> list[Path]:
-    """Where the model may lie: where vLLM is told to load from, and where this user's programs do."""
-    told = recipe.value("--download-dir")
-    return [*([Path(told)] if told else []), *hugging_face_caches({**os.environ, **recipe.environment}, os.environ)]
+    way = _WAYS.get(recipe.kind, Way.PIP)
+    found = FoundWay(Way.DOCKER if way is Way.SYSTEMD and recipe.image else way, recipe.name, recipe.image)
+    return f"take vLLM {RELEASE}{without}: {release_line(found, recipe.python)}"
 
 
 def _asking(recipe: Recipe) -> str:
@@ -207,10 +203,9 @@ def _asking(recipe: Recipe) -> str:
 
 def _vllm(recipe: Recipe, version: str) -> str:
     """Which vLLM it runs, and what says so; empty: not to be told."""
-    tagged = tag_version(recipe.image)
-    if version:
-        return f"vLLM {version} ({'by its image' if recipe.image else 'by its environment'})"
-    return tagged and f"vLLM {tagged} (by its image's tag)"
+    tagged, by = tag_version(recipe.image), "image" if recipe.image else "environment"
+    told = f"{version} (by its {by})" if version else tagged and f"{tagged} (by its image's tag)"
+    return told and f"vLLM {told}"
 
 
 def _method(drafts: Mapping[str, object]) -> str:

@@ -20,7 +20,7 @@ from proxy.commands.parser import Parser
 from proxy.commands.recipe import EVERYWHERE, GATEWAY_PORT, Recipe, RecipeKind
 from proxy.commands.recipe_files import LIST, MOD, Places, RecipeFiles, files_of, script
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.ways import surroundings
+from proxy.commands.ways import docker_inspect
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
 from proxy.printable import printable
@@ -32,6 +32,7 @@ EXIT_STATUSES = (
     "here; 2: the recipe cannot be read, or nothing can be written."
 )
 
+PYTHON = shlex.quote(sys.executable)
 EDIT = re.compile(r"[\w./-]{0,99}(?:site-packages|dist-packages|patch)[\w./-]{0,99}")  # files put into vLLM
 RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.log"
 
@@ -39,9 +40,10 @@ RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.lo
 def main(argv: list[str]) -> int:
     what = "write the files to start Seamark with, and to undo that"
     parser = Parser(prog="seamark setup", description=what, epilog=EXIT_STATUSES)
-    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a systemd unit, a script, a line with "
-    how += "`vllm serve`, `docker run` or `docker compose` in quotes, or a container's name; "
-    how += "it is taken as it is, and nothing is asked"
+    how = (
+        "how vLLM is run now, taken as it is: a recipe of spark-vllm-docker, a compose file, a systemd unit, a script, "
+        "a line with `vllm serve`, `docker run` or `docker compose` in quotes, or a container's name"
+    )
     parser.add_argument("recipe", metavar="RECIPE", help=how)
     folder = "folder for the files (default %(default)s)"
     parser.add_argument("--out", type=Path, metavar="DIR", default="seamark-setup", help=folder)
@@ -51,16 +53,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--spark", type=Path, metavar="DIR", default="~/spark-vllm-docker", help=checkout)
     args = parser.parse_args(argv)
     try:
-        recipe = read_recipe(args.recipe, surroundings().inspect)
+        recipe = read_recipe(args.recipe, docker_inspect)
         seen = outlook(recipe, version_of(recipe))  # before anything is written: it may refuse the recipe
         out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
-        places = Places(out, _checkout(args.source), spark, seen.image)
+        places = Places(out, source_folder(args.source), spark, seen.image)
         after = outlook(replace(recipe, image=seen.image)) if seen.image else seen
         waits = after.hits is False or bool(seen.image and not after.hits)  # for a change that is the user's
         made = RecipeFiles({}) if waits or after.alone else files_of(recipe, places)
         files = gateway_files(recipe, made, places, shadow=waits) if seen.starts else {}
         if files:
             _write(places.out, files, args.force)
+    except UnicodeEncodeError:
+        parser.error("the recipe, or a folder, has a name that is no text in UTF-8; rename it")
     except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
         print(f"seamark setup: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -69,17 +73,17 @@ def main(argv: list[str]) -> int:
     return 0 if after.hits else 1
 
 
-def source_folder() -> Path | None:
-    """The checkout that this Seamark runs in or was installed from, as pip notes (PEP 610); None if none is there."""
-    places = [Path(__file__).resolve().parents[2]]
-    with suppress(metadata.PackageNotFoundError, ValueError, KeyError):
-        noted = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
-        places.append(Path(unquote(urlsplit(noted["url"]).path)))
-    return next(filter(_is_checkout, places), None)
-
-
-def _is_checkout(folder: Path) -> bool:
-    return (folder / "deploy/compose.yaml").is_file()
+def source_folder(given: Path | None = None) -> Path:
+    """`given`, or the checkout that this Seamark runs in or was installed from, as pip notes (PEP 610)."""
+    folders = [given.expanduser().resolve() if given else Path(__file__).resolve().parents[2]]
+    if given is None:
+        with suppress(metadata.PackageNotFoundError, ValueError, KeyError):
+            noted = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+            folders.append(Path(unquote(urlsplit(noted["url"]).path)))
+    for folder in folders:
+        if (folder / "deploy/compose.yaml").is_file():
+            return folder
+    raise SettingsError(f"--source: {folders[-1]} is no checkout of Seamark; give its folder")
 
 
 def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files: Sequence[str]) -> list[str]:
@@ -88,6 +92,7 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
     `seen`: of the recipe as it is; `after`: with the files that were written.
     """
     host, notes = gateway_host(recipe), list(seen.notes)
+    worker, base = url_at(recipe.host, recipe.port), url_at(host, recipe.gateway_port)
     if host not in LOOPBACK:
         where = f"where vLLM did ({host}), at port {recipe.gateway_port}"
         notes.append(f"the gateway listens {where}; `seamark key NAME` makes keys for it")
@@ -95,92 +100,63 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
         notes.append(f"the gateway listens at port {recipe.gateway_port}, since {GATEWAY_PORT} stands in the recipe")
     if recipe.has("--api-key") or "VLLM_API_KEY" in recipe.environment:
         notes.append("vLLM wants a key: write it into a file, and name that in seamark.toml (worker_api_key_file)")
-    base = f"http://{'127.0.0.1' if host in (*LOOPBACK, EVERYWHERE) else host}:{recipe.gateway_port}"
-    python, written = f"  {this_python()} -m proxy.cli", f"Written to {places.out}: {', '.join(files)}"
-    lines = [f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}", *said(seen)]
+    lines = [f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}", *seen.lines]
+    lines[1] = lines[1][0].upper() + lines[1][1:]
     if seen.image:
         lines.append(f"{'These files take it' if RUN in files else 'And with it'}: {after.verdict}")
         lines += [f"The next change: {after.change}"] if after.change else []
         if edit := EDIT.search(f"{recipe.text}{recipe.document}"):
             notes.append(f"{edit[0]} may edit vLLM, and is for another version: without it if vLLM does not start")
     lines += [f"Note: {note}" for note in notes]
+    written = f"Written to {places.out}: {', '.join(files)}"
     if not files:
         return [*lines, "Nothing was written, since vLLM does not start without that change"]
     if RUN in files:
-        lines += [
-            "More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu",
-            written,
-            "",
-            "vLLM and the gateway (or each by its own script), and in a second terminal what hits, in figures:",
-            f"  sh {shlex.quote(str(places.out / RUN))}",
-            f"{python} bench mine --base-url {base}",
-        ]
+        lines += ["More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu", written]
+        what = "vLLM and the gateway (or each by its own script), and in a second terminal what hits, in figures"
+        run, then = RUN, f"bench mine --base-url {base}"
     else:
+        lines.append(f"{written}; nothing for vLLM, which stays as it is")
         shadow = "in shadow mode changes nothing, and counts what is lost"
-        lines += [
-            f"{written}; nothing for vLLM, which stays as it is",
-            "",
-            f"A gateway before it {'gives its page, keys and limits' if after.alone else shadow}:",
-            f"  sh {shlex.quote(str(places.out / GATEWAY))}",
-            f"{python} doctor --worker {gateway_worker(recipe)} --gateway {base}",
-        ]
-    return [
-        *lines,
-        "",
-        f"Clients:    base_url {base}/v1",
-        f"Live page:  {base}/ui",
-        "",
-        "Off again; it says what it leaves:",
-        f"  sh {shlex.quote(str(places.out / UNDO))}",
-    ]
+        what = f"A gateway before it {'gives its page, keys and limits' if after.alone else shadow}"
+        run, then = GATEWAY, f"doctor --worker {worker} --gateway {base}"
+    text = f"""
+{what}:
+  sh {shlex.quote(str(places.out / run))}
+  {PYTHON} -m proxy.cli {then}
 
+Clients:    base_url {base}/v1
+Live page:  {base}/ui
 
-def said(seen: Outlook) -> list[str]:
-    """The verdict on a recipe, what it waits for or depends on, and the command that tells that."""
-    lines = [seen.verdict[0].upper() + seen.verdict[1:]]
-    if seen.ask:
-        lines.append(f"This tells it: {seen.ask}")
-    if seen.change:
-        lines.append(f"{'If it is another' if seen.ask else 'The one change'}: {seen.change}")
-    return lines
-
-
-def _checkout(given: Path | None) -> Path:
-    source = given.expanduser().resolve() if given is not None else source_folder()
-    if source is None:
-        raise SettingsError("--source: a recipe's files need a checkout of Seamark; give its folder")
-    if not _is_checkout(source):
-        raise SettingsError(f"--source: {source} is no checkout of Seamark")
-    return source
+Off again; it says what it leaves:
+  sh {shlex.quote(str(places.out / UNDO))}"""
+    return [*lines, *text.split("\n")]
 
 
 def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: bool) -> dict[str, str]:
     """What was made of a recipe, what starts the gateway before it, and what undoes both."""
-    start = [*made.files][-1:]
-    runs_both = {GATEWAY_LOG: "", RUN: made.run or run_script(places, start[0])} if start else {}
-    undo = [*made.undo, *left_behind(recipe, places)] if start else []
-    at = gateway_worker(recipe), gateway_host(recipe), recipe.gateway_port
-    return {
+    worker, port, undo = url_at(recipe.host, recipe.port), recipe.gateway_port, list[str]()
+    serve = f'exec {PYTHON} -m proxy.cli serve --config {shlex.quote(str(places.out / SETTINGS))} "$@"'
+    purpose = "The gateway, in the environment that wrote this file."
+    files = {
         **made.files,
-        SETTINGS: gateway_toml(*at, shadow=shadow),
-        GATEWAY: script(
-            "The gateway, in the environment that wrote this file. "
-            f"A flag behind this script's name wins over {SETTINGS}.",
-            f'exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(places.out / SETTINGS))} "$@"',
-        ),
-        **runs_both,
-        UNDO: undo_script(places, undo),
+        SETTINGS: gateway_toml(worker, gateway_host(recipe), port, shadow=shadow),
+        GATEWAY: script(f"{purpose} A flag behind this script's name wins over {SETTINGS}.", serve),
     }
+    if made.files:
+        files[RUN] = made.run or run_script(places, [*made.files][-1])
+        undo = [*made.undo, *left_behind(recipe, places)]
+    return {**files, UNDO: undo_script(places, undo)}
 
 
 def left_behind(recipe: Recipe, places: Places) -> list[str]:
     """Lines of `undo.sh` that say what stays of what vLLM ran with, and how to remove it."""
     built, docker = bool(recipe.image) and recipe.kind is not RecipeKind.SPARK, recipe.program
+    mounts_cache = "/.cache/vllm" in f"{recipe.text}{recipe.document}"
     left = {
         f"what was cached while the image was built: {docker} builder prune": built,
         f"the image {places.image}: {docker} image rm {places.image}": places.image,
-        "what vLLM compiled, which it makes anew: rm -r ~/.cache/vllm/torch_compile_cache": not built
-        or "/.cache/vllm" in f"{recipe.text}{recipe.document}",
+        "what vLLM compiled, which it makes anew: rm -r ~/.cache/vllm/torch_compile_cache": not built or mounts_cache,
     }
     return [f"echo {shlex.quote(f'It leaves {what}')}" for what, applies in left.items() if applies]
 
@@ -190,10 +166,10 @@ def gateway_host(recipe: Recipe) -> str:
     return "127.0.0.1" if recipe.host in LOOPBACK else recipe.host
 
 
-def gateway_worker(recipe: Recipe) -> str:
-    """The URL by which a gateway on this machine finds the vLLM."""
-    host = "127.0.0.1" if recipe.host in ("localhost", EVERYWHERE, "::") else recipe.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
+def url_at(host: str, port: int) -> str:
+    """The URL by which a program on this machine finds what listens there."""
+    here = "127.0.0.1" if host in ("localhost", EVERYWHERE, "::") else host
+    return f"http://{f'[{here}]' if ':' in here else here}:{port}"
 
 
 def gateway_toml(worker: str, host: str, port: int = GATEWAY_PORT, *, shadow: bool = False) -> str:
@@ -214,20 +190,16 @@ shadow = {json.dumps(shadow)}
 
 def run_script(places: Places, start: str) -> str:
     """vLLM by the script `start` and the gateway in one terminal, for as long as both run."""
-    out, log = shlex.quote(str(places.out)), shlex.quote(str(places.out / GATEWAY_LOG))
+    log = shlex.quote(str(places.out / GATEWAY_LOG))
     return script(
         f"vLLM, and the gateway beside it, whose lines go to {GATEWAY_LOG}. Ctrl-C ends both.",
         "# Behind this script's name: what the script that starts vLLM takes.",
-        f"digest() {{ (cd {out} && sha256sum {GATEWAY_LOG}); }}",
-        f"note() {{ digest >> {out}/{LIST}; }}",
-        # One that is not as the last run left it may be the user's: it is added to, and not taken for this script's.
-        f'if [ ! -e {log} ] || grep -qxF "$(digest)" {out}/{LIST}; then : > {log}; else note() {{ :; }}; fi',
         # Set first, or a signal right behind the gateway's start would leave it running. What it is sent before it is
         # the program that it becomes is lost: so it is told until it has ended.
-        """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done; note || :' EXIT""",
+        """trap 'while kill "${!-}" 2> /dev/null; do sleep .1; done' EXIT""",
         "trap 'exit 130' INT",
         "trap 'exit 143' TERM",
-        f"sh {shlex.quote(str(places.out / GATEWAY))} >> {log} 2>&1 &",
+        f"sh {shlex.quote(str(places.out / GATEWAY))} > {log} 2>&1 &",
         f'{shlex.quote(str(places.out / start))} "$@"',
         f"echo 'vLLM was started in the background. The gateway runs until Ctrl-C; its lines: '{log}",
         'wait "$!"',
@@ -246,33 +218,22 @@ def undo_script(places: Places, undo: Sequence[str]) -> str:
         f"for left in $(sed -n 's/^[0-9a-f]*  //p' {LIST} | sort -u); do",
         '    [ ! -e "$left" ] || echo "$left stays: it is not as it was made"',
         "done",
-        f"rm -f {LIST}",
+        f"rm -f {LIST} {GATEWAY_LOG}",
         f"rmdir {MOD} mods {shlex.quote(str(places.out))} 2> /dev/null || true",
     )
 
 
-def this_python() -> str:
-    return shlex.quote(sys.executable)
-
-
 def _write(out: Path, files: Mapping[str, str], force: bool) -> None:
     """For their owner alone, as what the user starts vLLM with may hold keys; and listed for `undo.sh`."""
-    try:
-        contents = {name: text.encode() for name, text in files.items()}
-    except UnicodeEncodeError:
-        raise SettingsError("the recipe, or a folder, has a name that is no text in UTF-8; rename it") from None
-    there = [name for name in (*files, LIST, MOD) if os.path.lexists(out / name)]
+    there = [name for name in (*files, LIST, MOD, GATEWAY_LOG) if os.path.lexists(out / name)]
     if there and not force:
         cure = "give another folder, or --force, which overwrites"
         raise SettingsError(f"--out: {out} has {', '.join(there)} already; nothing was written: {cure}")
-    kept = (out / LIST).read_bytes() if LIST in there else b""
-    digests = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items()]
-    contents[LIST] = kept + "".join(digests).encode()
-    for name, content in contents.items():
+    kept = (out / LIST).read_text() if LIST in there else ""
+    digests = [f"{hashlib.sha256(text.encode()).hexdigest()}  {name}\n" for name, text in files.items()]
+    for name, text in {**files, LIST: kept + "".join(digests)}.items():
         path = out / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a link would lead elsewhere
-        path.touch(mode=0o600, exist_ok=False)
-        path.write_bytes(content)
-        if name.endswith(".sh"):
-            path.chmod(0o700)
+        path.touch(mode=0o700 if name.endswith(".sh") else 0o600, exist_ok=False)
+        path.write_bytes(text.encode())

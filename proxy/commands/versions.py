@@ -14,10 +14,10 @@ RELEASE = IMAGE.rpartition(":v")[2]  # to take in place of another version
 # An image of vLLM's own: repository, version (none with `latest`, `nightly` or a model's name), variant (`-cu130`).
 _OWN = re.compile(
     r"((?:[\w.:-]+/)*vllm-openai(?:-\w+)?)"
-    r"(?::(?:v(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)[\w.]{0,64}(-[\w.-]{1,128})?|[\w.-]{1,128}?(-cu\d+)?))?(?:@.*)?",
+    r"(?::(?:v(?P<version>\d{1,6}\.\d{1,6}(?:\.\d{1,6})?)[\w.]{0,64}(-[\w.-]{1,128})?|[\w.-]{1,128}?(-cu\d+)?))?(?:@.*)?",
     re.ASCII,
 )
-_SPARK = re.compile(r"vllm-node-(\d{1,6}\.\d{1,6}\.\d{1,6})", re.ASCII)  # as the doctor's cure names it
+_SPARK = re.compile(r"vllm-node-(?P<version>\d{1,6}\.\d{1,6}\.\d{1,6})", re.ASCII)  # as the doctor's cure names it
 
 # What tells the B12X fork of vLLM: parts of an image's name or of a flag of its build, and flags of its `vllm serve`
 # that vLLM's own does not have, with a value where vLLM has the flag.
@@ -29,27 +29,17 @@ FORK_SIGNS = (
 )
 
 FORK = "the plugin leaves the B12X fork of vLLM untouched"
-
-
-def fork_alone(model: str) -> str:
-    """What the fork keeps for a model by itself."""
-    if not any(each in model.lower() for each in ("flash-next", "glm-5.3-flash")):
-        return (
-            "alone the fork keeps states for Qwen3.8-Flash-Next and GLM-5.3-Flash, and caches whole blocks for others"
-        )
-    return (
-        "alone the fork keeps a state at the end of the system prompt, of the prompt and of the answer; none for a "
-        "document in a user's message, for several places of a prompt, for equal prompts at once, nor with images, "
-        "LoRA or a KV connector"
-    )
+FORK_ALONE = (
+    "alone the fork keeps a state at the end of the system prompt, of the prompt and of the answer for "
+    "Qwen3.8-Flash-Next and GLM-5.3-Flash, none for a document in a user's message, several places of a prompt or "
+    "equal prompts at once; it caches whole blocks for other models, and with images, LoRA or a KV connector"
+)
 
 
 def tag_version(image: str) -> str:
     """The version that an image of vLLM's own, or of spark-vllm-docker, is tagged with; empty if its tag is none."""
-    if found := _SPARK.fullmatch(image):
-        return found[1]
-    found = _OWN.fullmatch(image)
-    return (found[2] or "") if found else ""
+    found = _SPARK.fullmatch(image) or _OWN.fullmatch(image)
+    return (found["version"] or "") if found else ""
 
 
 def release_image(image: str) -> str:

@@ -14,7 +14,7 @@ import logging
 import time
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -365,3 +365,28 @@ class SharedTokens:
         for start in range(0, len(ids) - self._unit + 1, self._unit):
             name = xxh3_64_digest(name + array("Q", ids[start : start + self._unit]).tobytes())
             yield name
+
+
+# What is said beside losses, by the field or the result that counts it.
+BESIDE = {
+    "waiting": "requests are still to be judged",
+    "tokens_without_seconds": "of these tokens have no seconds yet: too few streams to learn from",
+    "cached_not_told": "answers did not say what was cached: the worker's own total of hits was used",
+    "no_usage": "requests not judged: neither the answers nor the worker's /metrics say what was cached",
+    "no_room": "requests not judged: raise text_bytes",
+}
+
+
+def shadow_lines(shadow: Mapping[str, Any]) -> list[str]:
+    """The part `shadow` of `/seamark/status` in words. Raises `KeyError` or `TypeError` for anything else."""
+    seconds, results = shadow["watched_seconds"], dict(shadow["requests"])
+    time = f"{seconds / 3600:.1f} hours" if seconds >= 3600 else f"{seconds / 60:.0f} minutes"
+    lines = [f"lost in {time}, {results.pop('judged', 0):,} requests judged:"]
+    for reason, loss in sorted(shadow["lost"].items(), key=lambda item: -item[1]["tokens"]):
+        cured = "   the plugin saves these" if reason == CURED else ""
+        lines.append(f"    {loss['tokens']:>12,} tokens {loss['seconds']:>10.1f} s   {reason}{cured}")
+    if not shadow["lost"]:
+        lines.append("    nothing so far")
+    counts = {name: shadow[name] for name in ("waiting", "tokens_without_seconds", "cached_not_told")} | results
+    said = {name: BESIDE.get(name, f"requests not judged: {name}") for name in counts}
+    return [*lines, *(f"    {count:,} {said[name]}" for name, count in counts.items() if count)]

@@ -320,7 +320,7 @@ def test_a_gateway_is_no_worker_and_tells_its_losses_to_an_operators_key(fleet, 
     beside = (worker.url, "--gateway", gateway.url)
     with_key = (*beside, "--gateway-key-file", str(key))
     for given, words, expected, flags in (
-        ("", f"^a gateway, not a worker: {gateway.url}\n", 1, (gateway.url,)),
+        ("", f"^a gateway, not a worker: {gateway.url};", 1, (gateway.url,)),
         ("", "wants an API key.*--gateway-key-file", 1, beside),
         (secret("root"), r"lost in \d+ minutes", 0, with_key),
         ("wrong", "refuses the key", 1, with_key),

@@ -65,13 +65,12 @@ def test_doctor_finds_a_patched_worker_well(servers):
 def test_doctor_says_what_an_untouched_vllm_lacks_and_the_two_lines_that_cure_it(servers):
     urls = ("--worker", servers.untouched.url, "--gateway", servers.untouched_gateway.url)
     done = seamark("doctor", *urls, "--runs-as", "pip")
-    assert done.stdout.startswith("cannot hit: the plugin is not in this vLLM")
+    assert done.stdout.startswith("cannot hit: patches are not live: the plugin is not in this vLLM")
     assert "vLLM alone caches whole blocks of 384 tokens" in done.stdout.splitlines()[0]
-    assert done.returncode == 1 and "WRONG patches are not live" in done.stdout
+    assert done.returncode == 1
     assert re.search(r"^lost in [\d.]+ (?:hours|minutes), [\d,]+ requests judged:$", done.stdout, re.M)
     install, start = done.stdout.splitlines()[-2:]
     assert "pip install" in install and "seamark worker" in start
-    assert start.count(servers.untouched.url.rpartition(":")[2]) == 1  # its own port
 
 
 def test_bench_mine_measures_a_stack_with_seamark_beside_one_without(servers: SharedServers, capsys):

@@ -72,7 +72,7 @@ def test_a_chat_that_is_none_is_the_callers_fault(worker, asked, capsys, body, w
     status, said = asked(body)
     assert status == 2 and said.startswith(f"seamark boundary: {why}") and not worker.renders
     assert main(["/nowhere", "--worker", URL]) == 2
-    assert capsys.readouterr().err == "seamark boundary: FILE: /nowhere cannot be read (No such file or directory)\n"
+    assert capsys.readouterr().err == "seamark boundary: FILE: [Errno 2] No such file or directory: '/nowhere'\n"
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", URL])
@@ -156,7 +156,7 @@ def test_a_model_folder_is_rendered_by_a_server_that_ends_with_the_command(
     else:
         assert found["prompt_tokens"]
     assert server.calls == ["terminate", "wait"] and server.looks == 2
-    assert (reachable.patience["/health"], reachable.patience["/v1/models"]) == (5.0, 60.0)
+    assert reachable.patience["/v1/models"] == 60.0
     assert server.command[1:6] == ["-m", "proxy.commands.render_server", "--model", str(folder), "--host"]
     assert server.command[6] == "127.0.0.1" and {"--enable-scale-out", "--enable-auto-tool-choice"} <= {*server.command}
     assert server.command[server.command.index("hermes") + 1 :] == served

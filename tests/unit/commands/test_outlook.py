@@ -12,7 +12,6 @@ from proxy.commands.outlook import Outlook, outlook
 from proxy.commands.recipe import Recipe, RecipeKind
 from proxy.commands.recipe_reader import read_recipe
 from proxy.commands.versions import release_image
-from proxy.errors import SettingsError
 
 
 def promised() -> Iterator[tuple[str, ...]]:
@@ -114,9 +113,3 @@ def test_of_several_obstacles_the_first_to_be_changed_is_said():
 @pytest.mark.parametrize(("value", "tried"), [("1", False), ("0", True), ("auto", True)])
 def test_drafts_without_a_trial_are_said_by_their_variable(value, tried):
     assert ("trial" in said(f"{QWEN} {MTP % ''}", variables=f"SEAMARK_DRAFTS={value} ").verdict) is tried
-
-
-@pytest.mark.parametrize("size", ["two", "-1", "9" * 10, "٣"])
-def test_a_number_that_is_none_is_refused_with_its_flag(size):
-    with pytest.raises(SettingsError, match=f"the command: --pipeline-parallel-size {size} is not a number"):
-        said(f"{QWEN} -pp {size} {MTP % ''}")

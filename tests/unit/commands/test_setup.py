@@ -20,7 +20,7 @@ from proxy.commands import setup
 from proxy.commands.recipe import EVERYWHERE
 from proxy.commands.recipe_files import Places, RecipeFiles, files_of
 from proxy.commands.recipe_reader import read_recipe
-from proxy.commands.setup import gateway_host, gateway_worker, left_behind, run_script, source_folder, undo_script
+from proxy.commands.setup import gateway_host, left_behind, run_script, source_folder, undo_script, url_at
 from proxy.errors import SettingsError
 from tests.deploy.compose_files import DEPLOY
 
@@ -68,29 +68,20 @@ def test_without_a_recipe_one_is_asked_for(capsys):
 
 
 def test_the_source_is_the_checkout_that_this_runs_in_else_the_one_that_pip_has_noted_if_it_is_there(
-    monkeypatch, tmp_path
+    monkeypatch, tmp_path, capsys
 ):
-    def installed(what: str | None) -> None:
-        monkeypatch.setattr(setup.metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: what))
-
-    monkeypatch.setattr(setup.metadata, "distribution", Mock(side_effect=setup.metadata.PackageNotFoundError))
+    noted = Mock(side_effect=setup.metadata.PackageNotFoundError)
+    monkeypatch.setattr(setup.metadata, "distribution", noted)
     assert source_folder() == SOURCE
     monkeypatch.setattr(setup, "__file__", str(tmp_path / "a/b/c.py"))
-    assert source_folder() is None
-    for what in (None, "{}", "no JSON"):  # from a package index: pip notes no URL
-        installed(what)
-        assert source_folder() is None
-    installed(json.dumps({"url": f"file://{tmp_path}/my%20seamark"}))
-    assert source_folder() is None
+    url = json.dumps({"url": f"file://{tmp_path}/my%20seamark"})
+    for what in (None, "{}", "no JSON", url):  # from a package index: pip notes no URL
+        assert setup.main([LINE, "--out", str(tmp_path / "out")]) == 2
+        assert "--source: " in capsys.readouterr().err
+        noted.side_effect = [SimpleNamespace(read_text=lambda file, what=what: what)]
     (tmp_path / "my seamark/deploy").mkdir(parents=True)
     (tmp_path / "my seamark/deploy/compose.yaml").write_text("")
     assert source_folder() == tmp_path / "my seamark"
-
-
-def test_without_a_checkout_nothing_is_set_up(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(setup, "source_folder", lambda: None)
-    assert setup.main([LINE, "--out", str(tmp_path / "b")]) == 2
-    assert "--source: " in capsys.readouterr().err
 
 
 MINE = {"name": "mine", "container": "vllm-node", "command": "vllm serve m"}
@@ -145,4 +136,4 @@ def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expe
 )
 def test_the_gateway_listens_where_vllm_did_and_finds_it_there(flags, host, worker):
     recipe = read_recipe(f"vllm serve m {flags}", lambda name: None)
-    assert (gateway_host(recipe), gateway_worker(recipe)) == (host, worker)
+    assert (gateway_host(recipe), url_at(recipe.host, recipe.port)) == (host, worker)
