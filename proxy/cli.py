@@ -49,7 +49,8 @@ INSTALL_ENGINE = (
 DISTRIBUTIONS = {"prometheus_client": "prometheus-client", "yaml": "pyyaml"}
 
 GATEWAY_PACKAGES = (
-    "aiohttp cachetools fastapi httpx msgspec prometheus_client pydantic redis starlette uvicorn xxhash yaml"
+    "aiohappyeyeballs cachetools fastapi httptools httpx msgspec prometheus_client pydantic redis starlette uvicorn "
+    "xxhash yaml"
 )
 
 ENGINE_PACKAGES = "engine_patches vllm torch transformers tokenizers safetensors"

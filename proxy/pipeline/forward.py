@@ -125,7 +125,7 @@ class ResponseRelay:
             worker = lease.worker
             tried = await self._try(lease, headers, transfer, fresh=fresh)
             if isinstance(tried, Answer):
-                return _with_valid_status(tried)
+                return tried
             failed, answer = tried
             retry = RETRIES[failed]
             tries[failed] += 1
@@ -139,7 +139,7 @@ class ResponseRelay:
             waits = retry.waits and (answer is None or is_kept)
             if answer is not None:
                 if not waits and (tries[failed] > retry.most or not lease.move_now()):
-                    return _with_valid_status(answer)
+                    return answer
                 answer.close()
             self._metrics.resent.labels(worker.name, failed).inc()
             if waits:
@@ -389,14 +389,6 @@ def _named_in(begun: bytes) -> Any:
     """By what id an answer that begins so can be asked for."""
     named = _ID.match(begun)
     return {"id": named[1].decode(errors="replace")} if named is not None else None
-
-
-def _with_valid_status(response: Answer) -> Answer:
-    """The same answer. Raises `Malformed` for a status that no final answer has; 101 among them."""
-    if 200 <= response.status < 600:
-        return response
-    response.close()
-    raise Malformed(f"status {response.status}")
 
 
 def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:

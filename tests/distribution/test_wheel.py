@@ -223,7 +223,7 @@ def test_each_command_names_in_one_line_what_is_missing_and_what_installs_it(env
     ("command", "missing"),
     [
         *(("serve", name) for name in ("fastapi", "uvicorn", "redis", "prometheus_client")),
-        *(("doctor", "aiohttp"), ("boundary", "aiohttp"), ("bench", "httpx")),
+        *(("doctor", "httptools"), ("boundary", "httptools"), ("bench", "httpx")),
     ],
 )
 def test_a_command_of_the_gateway_that_lacks_one_requirement_names_it(for_gateway, tmp_path, command, missing):

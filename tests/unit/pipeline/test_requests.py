@@ -138,8 +138,6 @@ REQUESTS = {
     "also on a new connection": Row(
         [Stale("closed"), Said(503, b"{}"), Said(200, WHOLE)], asked="aAb", blamed=1, resent="stale refused", **USED
     ),
-    "no final answer has the status 99": Row([Said(99, b"{}")], 502, "worker_failed", headers=UNUSED),
-    "nor 600": Row([Said(600, b"{}")], 502, "worker_failed", blamed=1, headers=UNUSED),
     "of a compressed answer nothing is read": Row(
         [Said(200, b"\x1f\x8b", headers=[JSON, (b"content-encoding", b"br")])], headers=UNUSED
     ),
