@@ -1,6 +1,6 @@
 # Any vLLM image with the plugin in it: `engine_patches` alone and --no-deps, so that its torch and vLLM stay as they are.
 # docker build -f deploy/worker.Dockerfile --build-arg VLLM_IMAGE=vllm/vllm-openai:v0.33.0 -t seamark-worker .
-# From a released wheel in deploy/wheels, both halves of it, not from the source: --build-arg SEAMARK=vllm-seamark==0.3.0
+# From a released wheel in deploy/wheels, both halves of it, not from the source: --build-arg SEAMARK=vllm-seamark==0.4.0
 ARG PYTHON_IMAGE=python:3.12-slim
 ARG VLLM_IMAGE=vllm/vllm-openai:v0.33.0
 
@@ -8,9 +8,11 @@ FROM ${PYTHON_IMAGE} AS wheel
 ARG PIP_INDEX_URL
 ARG PIP_NO_INDEX
 ARG SEAMARK=.
+# As in gateway.Dockerfile.
+ARG SEAMARK_COMMIT
 WORKDIR /src
 COPY deploy/wheels /wheels
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml setup.py README.md LICENSE ./
 COPY engine_patches engine_patches
 # `seamark` is a command of the gateway's half, which is not here: let it start the plugin's.
 RUN sed -i 's/"proxy.cli:main"/"engine_patches.__main__:main"/' pyproject.toml \

@@ -6,10 +6,10 @@ An image that holds the plugin alone has them as `seamark`, too (deploy/worker.D
 from __future__ import annotations
 
 import sys
-from importlib import metadata
 
 from engine_patches.commands import model, patches, worker
 from engine_patches.gpu_check import command
+from engine_patches.version import DISTRIBUTION, version
 
 COMMANDS = {"worker": worker.main, "model": model.main, "patches": patches.main, "gpu-check": command.main}
 
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"seamark {given[0]}: only the plugin is here, with {', '.join(COMMANDS)}; {GATEWAY}", file=sys.stderr)
         return 2
     if given == ["--version"]:
-        print(f"seamark {metadata.version('vllm-seamark')} (vllm-seamark, the plugin alone)")
+        print(f"seamark {version()} ({DISTRIBUTION}, the plugin alone)")
         return 0
     if not given or given[0] not in COMMANDS:
         print(f"usage: python -m engine_patches {{{','.join(COMMANDS)}}} ...", file=sys.stderr)

@@ -10,6 +10,7 @@ import os
 
 from engine_patches import ledger
 from engine_patches.settings import FULL, IMAGE, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED, take_along_to_ray
+from engine_patches.version import version
 
 # vLLM configures only its own tree of loggers; a line outside it would be lost.
 logger = logging.getLogger("vllm.seamark")
@@ -33,4 +34,4 @@ def register() -> None:
         logger.error("seamark: vLLM is left untouched, no checkpoints: %s; %s", error, known)
         return
     if mode == FULL and applied:
-        logger.info("seamark: %d patches live", applied)
+        logger.info("Seamark %s: %d patches live", version(), applied)

@@ -64,7 +64,7 @@ class Metrics:
         self.by_worker = [family for family in vars(self).values() if getattr(family, "_labelnames", ()) == worker]
         self.misses = counter("miss_total", "Requests that got less than they could share", "model", "reason")
         self.explanations_shed = counter(
-            "explanations_shed_total", "Requests not compared with recent ones: there was no time beside requests"
+            "explanations_shed_total", "Requests not compared with recent ones, because there was no idle time for it"
         )
         self.first_token = histogram(
             "first_token_seconds",
@@ -107,7 +107,7 @@ class Metrics:
         )
         self.shadow_mode = gauge("shadow", "1 in shadow mode: nothing is changed and no hint is sent")
         self.task_failures = counter(
-            "task_failures_total", "Parts beside the requests that failed and were started again", "task"
+            "task_failures_total", "Background parts that failed and were started again", "task"
         )
         self.file_current = gauge(
             "file_current", "1 if the settings' file is in force as last read, 0 if its previous content is", "setting"

@@ -1,24 +1,30 @@
 #!/usr/bin/env bash
-# Gives a checkout of spark-vllm-docker the mod and the recipes: make-mod.sh PATH/TO/spark-vllm-docker
+# Gives a checkout of spark-vllm-docker the mod: make-mod.sh PATH/TO/spark-vllm-docker [RECIPE...]
+# RECIPE: one of those beside this script, such as seamark-qwen3.6-35b, to be put there, too.
 # Or any folder the mod alone, for recipes that name it by its path: make-mod.sh --alone FOLDER
 # The wheel holds the plugin (`engine_patches`) alone; the gateway runs outside that container.
 # seamark.sha256 there has a digest of each file, from when it was made: what is not so is the user's, and stays.
 set -euo pipefail
-recipes=yes
-[ "${1:-}" != --alone ] || { recipes=; shift; }
-target=${1:?usage: make-mod.sh PATH/TO/spark-vllm-docker}
+checkout=yes
+[ "${1:-}" != --alone ] || { checkout=; shift; }
+target=${1:?usage: make-mod.sh PATH/TO/spark-vllm-docker [RECIPE...]}
+shift
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
-if [ "$recipes" ] && ! { [ -d "$target/mods" ] && [ -d "$target/recipes" ]; }; then
+if [ "$checkout" ] && ! { [ -d "$target/mods" ] && [ -d "$target/recipes" ]; }; then
     echo "make-mod.sh: $target has no mods/ and recipes/" >&2
     exit 1
 fi
+for each in "$@"; do
+    [ -e "$here/recipes/$each.yaml" ] || { echo "make-mod.sh: no recipe $each; there are:" "$here"/recipes/*.yaml >&2; exit 1; }
+done
 
 source=$(mktemp -d)
 trap 'rm -rf "$source"' EXIT
-cp -r "$root"/{pyproject.toml,README.md,LICENSE,engine_patches} "$source"
+cp -r "$root"/{pyproject.toml,setup.py,README.md,LICENSE,engine_patches} "$source"
 # `seamark` is a command of the gateway's half, which is not here: let it start the plugin's.
 sed -i 's/"proxy.cli:main"/"engine_patches.__main__:main"/' "$source/pyproject.toml"
+[ ! -e "$root/.git" ] || export SEAMARK_COMMIT="${SEAMARK_COMMIT:-$(git -C "$root" rev-parse HEAD 2> /dev/null)}"
 mkdir -p "$source"/made/{mods/seamark,recipes}
 # What is there already stays until there is a new one.
 if ! python3 -m pip wheel --quiet --no-deps --wheel-dir "$source/made/mods/seamark" "$source"; then
@@ -27,7 +33,7 @@ if ! python3 -m pip wheel --quiet --no-deps --wheel-dir "$source/made/mods/seama
     exit 1
 fi
 cp "$here/mods/seamark/run.sh" "$source/made/mods/seamark/"
-[ -z "$recipes" ] || cp "$here"/recipes/*.yaml "$source/made/recipes/"
+for each in "$@"; do cp "$here/recipes/$each.yaml" "$source/made/recipes/"; done
 
 mkdir -p "$target/mods/seamark"
 cd "$target"

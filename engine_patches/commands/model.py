@@ -167,8 +167,11 @@ def draw_weights(model: Any, seed: int, slow_decay: bool) -> None:
                 parameter.uniform_(shortest, longest, generator=generator).add_(math.log(per_token)).neg_()
 
 
-def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
-    """Write weights, config, tokenizer and chat template into the folder `out` (under 20 MB)."""
+def write_model(out: Path, family: str = "nemotron_h", seed: int = 0, *, endless: bool = True) -> Path:
+    """Write weights, config, tokenizer and chat template into the folder `out` (under 20 MB).
+
+    Its answers go on to their limit, or unless `endless` to their first full stop, some 50 tokens on the average.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -180,9 +183,11 @@ def write_model(out: Path, family: str = "nemotron_h", seed: int = 0) -> Path:
     model.to(getattr(torch, recipe.dtype)).save_pretrained(out, safe_serialization=True)
     for weights in out.glob("*.safetensors"):
         weights.chmod(0o644)  # safetensors gives them to their owner alone; a worker may run as another user
-    train_tokenizer().save_pretrained(out)
+    tokenizer = train_tokenizer()
+    tokenizer.save_pretrained(out)
+    stops = [] if endless else [token for token in range(VOCABULARY) if "." in tokenizer.decode([token])]
     # Greedy decoding is the comparison every check makes; the family's sampling defaults would undo it.
-    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "pad_token_id": 0}) + "\n")
+    (out / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, *stops], "pad_token_id": 0}) + "\n")
     return out
 
 
@@ -200,11 +205,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--family", choices=sorted(FAMILIES), default="nemotron_h")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--endless", action="store_true", help="answers go on to their limit: for comparisons")
     args = parser.parse_args(argv)
     if args.out.exists() and not args.out.is_dir():
         parser.error(f"--out: {args.out} is a file, a folder is needed")
     try:
-        print(write_model(args.out, args.family, args.seed))
+        print(write_model(args.out, args.family, args.seed, endless=args.endless))
     except OSError as error:
         parser.error(f"--out: {args.out} cannot be written: {error}")
     except ModuleNotFoundError as error:

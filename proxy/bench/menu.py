@@ -9,7 +9,7 @@ from collections.abc import Callable
 # Each is a module of this package with `main(argv) -> exit status`.
 BENCHMARKS = {
     "mine": "what your own stack finds in its cache: any OpenAI-compatible URL, alone or against another",
-    "demo": "the README's stories on Seamark and on vLLM alone, every answer compared with a reference engine's",
+    "demo": "the README's stories on Seamark and on vLLM alone, answers compared with a reference engine's",
 }
 
 

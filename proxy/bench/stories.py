@@ -13,32 +13,19 @@ import httpx
 
 from proxy.bench.harness import exact, planted
 from proxy.bench.harness.client import MIN_TOKENS, Messages, TimedAnswer, ask, ask_all, complete, tokens_of
-from proxy.bench.harness.counters import PassCounter, samples_of
-from proxy.bench.harness.prompts import QUESTIONS, prose, with_shared_tokens
+from proxy.bench.harness.counters import PassCounter
+from proxy.bench.harness.prompts import prose, with_shared_tokens
 from proxy.bench.harness.servers import Server
 from proxy.boundaries.divergence import common_prefix
 
 UNIT = 16  # tokens; the oracle's match unit
 SYSTEM_PROMPT = "one system prompt, six questions"  # a title
-SIZES = (130, 163, 469, 1864, 6000)  # shared tokens
-LONG = 1000  # shared tokens from which a cold start takes long enough to be steady
-FAN_OUT, TURNS = 4, 4
+SIZES = (6000, 1864, 469, 163, 130)  # shared tokens; by the long ones the plugin learns what short ones are worth
+COLD_STARTS = 5  # system prompts of a size, and conversations; the median counts
+TURNS = 4
 SHORT = 2  # tokens of an answer that is only timed
 JUDGED = (0, 1)  # requests of a series whose answers are compared: a cold one and a warm one
 NO_DEFECT = "none"
-
-
-def cold_starts(shared: int) -> int:
-    """How many system prompts of a size are sent; each is a cold start, and the median counts."""
-    return 27 if shared < LONG else 3
-
-
-SECTIONS = (
-    "Write the opening section: what this brief is about.",
-    "Section two: list the facts, without comment.",
-    "Now the third section, on risks and open questions.",
-    "Close with a recommendation in one paragraph.",
-)
 
 
 class Contender:
@@ -56,15 +43,13 @@ class Line:
     """
 
     engine: str
-    hit_second: int | None = None
+    hit_second: int = 0
     hit_after: list[int] = field(default_factory=list)
-    hit_first_wave: list[int] = field(default_factory=list)
-    passes_cold: float | None = None
-    passes_warm: float | None = None
+    passes_cold: float = 0.0
+    passes_warm: float = 0.0
     ttfts_cold: list[float] = field(default_factory=list)
     ttfts_warm: list[float] = field(default_factory=list)
-    tokens_per_second: float | None = None
-    all_in_flight: bool | None = None
+    compared: int = 0  # answers
     largest_error: float = 0.0
     first_difference: int | None = None
 
@@ -99,9 +84,9 @@ class StoryStage:
         self.seed += 1
         return self.seed
 
-    async def shared_prompts(self, shared: int, questions: Sequence[str] = QUESTIONS) -> tuple[Messages, ...]:
+    async def shared_prompts(self, shared: int) -> tuple[Messages, ...]:
         """Prompts nobody has seen that share exactly `shared` tokens."""
-        return await with_shared_tokens(self.client, self.reference, shared, self.fresh_seed(), questions)
+        return await with_shared_tokens(self.client, self.reference, shared, self.fresh_seed())
 
     async def right_answers(self, prompts: Sequence[Messages]) -> list[TimedAnswer]:
         return await ask_all(self.client, self.reference, prompts, MIN_TOKENS, parallel=8)
@@ -116,7 +101,7 @@ def judge(line: Line, answers: Sequence[TimedAnswer], right: Sequence[TimedAnswe
     """Write into `line` how far `answers` are from the `right` ones."""
     found = (exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True))
     worst = max(found, key=lambda difference: (difference.position is not None, difference.largest_error))
-    line.first_difference, line.largest_error = worst.position, worst.largest_error
+    line.compared, line.first_difference, line.largest_error = len(right), worst.position, worst.largest_error
 
 
 async def _one_after_the_other(
@@ -151,67 +136,11 @@ async def _one_after_the_other(
 
 async def one_system_prompt(stage: StoryStage, shared: int) -> Story:
     """Six questions, one after the other, on one system prompt; a question or two on others for the medians."""
-    full, *others = [await stage.shared_prompts(shared) for _ in range(cold_starts(shared))]
+    full, *others = [await stage.shared_prompts(shared) for _ in range(COLD_STARTS)]
     lines = await _one_after_the_other(stage, [full, *(prompts[:2] for prompts in others)], JUDGED)
     oracle, ours = floored(shared), lines[0]
     held = ours.exact and {ours.hit_second, *ours.hit_after} == {oracle}
     return Story(SYSTEM_PROMPT, shared, oracle, lines, held, f"every request after the first hits {oracle}")
-
-
-NEXT_WAVE = (  # first words that share no beginning with those of the sections
-    "Title of six words, please.",
-    "Keywords for an index: three.",
-    "Readers: who are they, and why?",
-    "Anything missing? One sentence.",
-)
-
-
-async def fan_out(stage: StoryStage, size: int, parallel: int) -> Story:
-    """A brief-writer sends four sections on one new system prompt, `parallel` at a time, and four more after that.
-
-    Whether the later ones wait for the first is the engine's choice, by what waiting saves; the next wave hits anyway.
-    """
-    prompts = await stage.shared_prompts(size, (*SECTIONS, *NEXT_WAVE))
-    wave, after = prompts[: len(SECTIONS)], prompts[len(SECTIONS) :]
-    right = await stage.right_answers(prompts)
-    lines, choices = [], []
-    for contender in stage.contenders:
-        before = await samples_of(stage.client, contender.engine)
-        contender.passes.restart()
-        answers = await ask_all(stage.client, contender.url, wave, MIN_TOKENS, parallel)
-        line = Line(contender.name, passes_cold=contender.passes.after(answers).all)
-        choices.append(_chosen(before, await samples_of(stage.client, contender.engine), size))
-        line.ttfts_cold = [answer.ttft for answer in answers]
-        began, ended = min(answer.sent for answer in answers), max(answer.finished for answer in answers)
-        line.tokens_per_second = sum(len(answer.steps) for answer in answers) / (ended - began)
-        line.all_in_flight = max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)
-        # The leader is whoever found nothing; with several at once that need not be the first sent.
-        line.hit_first_wave = sorted(answer.cached_tokens or 0 for answer in answers)[1:]
-        contender.passes.restart()
-        next_answers = await ask_all(stage.client, contender.url, after, MIN_TOKENS, FAN_OUT)
-        line.passes_warm = contender.passes.after(next_answers).all
-        line.ttfts_warm = [answer.ttft for answer in next_answers]
-        line.hit_second, *line.hit_after = (answer.cached_tokens or 0 for answer in next_answers)
-        judge(line, [*answers, *next_answers], right)
-        lines.append(line)
-    oracle, ours, together = floored(size), lines[0], parallel == FAN_OUT
-    hits_next = {ours.hit_second, *ours.hit_after} == {oracle}
-    hits_first = {*ours.hit_first_wave} <= ({0, oracle} if together else {oracle})
-    held = ours.exact and (bool(ours.all_in_flight) or not together) and hits_next and hits_first
-    title = f"cold fan-out: four sections, {parallel} in parallel, and the next wave"
-    expectation = f"the next wave hits {oracle}; in the first, {choices[0]}"
-    expectation += ", all four in flight before the first token" if together else ""
-    return Story(title, size, oracle, lines, held, expectation)
-
-
-def _chosen(before: Mapping[str, float], after: Mapping[str, float], shared: int) -> str:
-    """What an engine chose for the followers of a wave, and on which figures, by its metrics around it."""
-    held = 'seamark_followers_total{fate="held"}'
-    token, one_pass = after.get("seamark_token_seconds", 0.0), after.get("seamark_pass_seconds", 0.0)
-    figures = f"{shared} tokens take {shared * token * 1000:.0f} ms, a pass {one_pass * 1000:.0f} ms"
-    if not token:
-        figures = "no step times learnt yet"
-    return f"{after.get(held, 0) - before.get(held, 0):.0f} waited for the leader ({figures})"
 
 
 def _turns(seed: int) -> list[Messages]:
@@ -228,12 +157,12 @@ def _turns(seed: int) -> list[Messages]:
 
 async def conversation(stage: StoryStage) -> Story:
     """Four turns, the same on every engine; some more conversations for the medians."""
-    chats = [_turns(stage.fresh_seed()) for _ in range(cold_starts(0))]
+    chats = [_turns(stage.fresh_seed()) for _ in range(COLD_STARTS)]
     prompts = [await tokens_of(stage.client, stage.reference, turn) for turn in chats[0]]
     shared = [common_prefix(*pair) for pair in itertools.pairwise(prompts)]
     lines = await _one_after_the_other(stage, chats, range(TURNS))
     oracles, ours = [floored(tokens) for tokens in shared], lines[0]
-    hits = zip([ours.hit_second or 0, *ours.hit_after], oracles, strict=True)
+    hits = zip([ours.hit_second, *ours.hit_after], oracles, strict=True)
     # A turn ends before the generation prompt, which some templates repeat in history and some do not.
     held = ours.exact and all(hit >= oracle - UNIT for hit, oracle in hits)
     title = f"a conversation of four turns (shared {', '.join(map(str, shared))})"
@@ -243,12 +172,12 @@ async def conversation(stage: StoryStage) -> Story:
 
 async def same_request_twice(stage: StoryStage) -> Story:
     """The identical request again: everything but the last token could be shared."""
-    prompts = [(await stage.shared_prompts(163))[0] for _ in range(cold_starts(163))]
+    prompts = [(await stage.shared_prompts(163))[0] for _ in range(COLD_STARTS)]
     tokens = len(await tokens_of(stage.client, stage.reference, prompts[0]))
     lines = await _one_after_the_other(stage, [[prompt, prompt] for prompt in prompts], JUDGED)
     oracle = floored(tokens - 1)
     # What is left over after the turn's end is shorter than a generation prompt and a unit.
-    held = lines[0].exact and (lines[0].hit_second or 0) >= oracle - UNIT
+    held = lines[0].exact and lines[0].hit_second >= oracle - UNIT
     expectation = f"the second hits {oracle}, at most {UNIT} tokens less"
     return Story("the same request twice", tokens, oracle, lines, held, expectation)
 

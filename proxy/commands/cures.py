@@ -7,7 +7,8 @@ import shlex
 from string import Template
 from typing import NamedTuple
 
-from proxy.commands.outlook import TOOL_PARSERS
+from proxy.commands.families import TOOL_PARSERS
+from proxy.commands.versions import IMAGE, RELEASE, is_fork, release_image
 from proxy.commands.ways import FoundWay, Way
 
 TOOL_FLAG = "--enable-auto-tool-choice"  # so named in vLLM's refusal
@@ -23,12 +24,16 @@ _MAKE_MOD = f"{_SOURCE}/deploy/spark-vllm-docker/make-mod.sh ~/spark-vllm-docker
 
 
 class WayCures(NamedTuple):
-    """Lines for one way of running vLLM: $start is the model with host and port, $name what the way calls its vLLM."""
+    """Lines for one way of running vLLM: $start is the model with host and port, $name what the way calls its vLLM.
+
+    $image is vLLM's own that the plugin fits, $before the one it runs now, $python the interpreter that has vLLM.
+    """
 
     install: str  # the plugin, and vLLM started with it
     update: str  # a plugin of the release $wanted or later
     flag: str  # where a flag of vLLM is written
-    drafts: str  # hints beside speculative decoding, without a trial
+    drafts: str  # hints with speculative decoding, without a trial
+    release: str  # one line: the vLLM of `RELEASE`
     name: str = ""  # where it is not known
 
 
@@ -39,6 +44,7 @@ _CURES = {
         update=f"pip install --no-deps {_SOURCE}   # $wanted or later; then restart vLLM",
         flag="a flag of vLLM",
         drafts="SEAMARK_DRAFTS=1 seamark worker ...   # in vLLM's environment, the rest as it is",
+        release=f"$python -m pip install vllm=={RELEASE}",
     ),
     Way.SYSTEMD: WayCures(
         name="UNIT",
@@ -48,6 +54,7 @@ _CURES = {
         update=f"pip install --no-deps {_SOURCE}   # $wanted or later; then systemctl restart $name",
         flag="at the end of ExecStart=, by systemctl edit --full $name",
         drafts="systemctl edit $name   # [Service] and below it Environment=SEAMARK_DRAFTS=1\nsystemctl restart $name",
+        release=f"$python -m pip install vllm=={RELEASE} && systemctl restart $name",
     ),
     Way.DOCKER: WayCures(
         name="the container",
@@ -58,6 +65,7 @@ _CURES = {
         "# IMAGE: vLLM's own; Seamark $wanted or later. Then start the container again",
         flag="at the end of `docker run`",
         drafts="docker run -e SEAMARK_DRAFTS=1 ...   # the rest as $name has it now",
+        release="docker run ... $image ...   # in place of $before",
     ),
     Way.COMPOSE: WayCures(
         name="SERVICE",
@@ -72,6 +80,7 @@ _CURES = {
         flag="in `command:` of the service $name, or in VLLM_ARGS of Seamark's .env",
         drafts="environment: {SEAMARK_DRAFTS: 1}   # of $name; in Seamark's own stack a line of .env\n"
         "docker compose up -d $name",
+        release="image: $image   # of the service $name, in place of $before",
     ),
     Way.SPARK: WayCures(
         install=f"{_MAKE_MOD}\n"
@@ -80,6 +89,8 @@ _CURES = {
         update=f"{_MAKE_MOD}   # $wanted or later; then start the recipe again",
         flag="behind `vllm serve` in the recipe's `command:`",
         drafts="SEAMARK_DRAFTS=1 vllm serve ...      # in the recipe's `command:`, the rest as it is",
+        release=f"cd ~/spark-vllm-docker && ./build-and-copy.sh --vllm-ref v{RELEASE} -t vllm-node-{RELEASE}   "
+        f"# from source; -c: also to other Sparks. Then `container: vllm-node-{RELEASE}` in the recipe$fork",
     ),
     Way.KUBERNETES: WayCures(
         install=f"{_PUSH}"
@@ -88,7 +99,8 @@ _CURES = {
         "args: [$arguments, ...]   # vLLM's own flags in place of the dots",
         update=f"{_PUSH}# IMAGE: vLLM's own; Seamark $wanted or later. Then start the pods again",
         flag="in `args:` of vLLM's container, an entry for each word",
-        drafts='env: [{name: SEAMARK_DRAFTS, value: "1"}]   # in vLLM\'s container, beside what is there',
+        drafts='env: [{name: SEAMARK_DRAFTS, value: "1"}]   # in vLLM\'s container, with what is there',
+        release="image: $image   # in vLLM's container, in place of $before",
     ),
 }
 
@@ -109,6 +121,10 @@ class Cures(NamedTuple):
 
     def update(self, wanted: str) -> str:
         return self._lines(self._way.update, wanted=wanted)
+
+    def release(self) -> str:
+        """A vLLM that the plugin knows."""
+        return indented(release_line(self.found, "python3"))
 
     def flag(self, flag: str, without: str) -> str:
         """A flag of vLLM, and what is wrong without it."""
@@ -131,6 +147,19 @@ class Cures(NamedTuple):
 
     def _lines(self, text: str, **words: str) -> str:
         return indented(Template(text).substitute(words, name=self.found.name or self._way.name))
+
+
+def release_line(found: FoundWay, python: str) -> str:
+    """How to take the vLLM of `RELEASE` in place of the one that is found; what is not to be typed is a comment."""
+    words = {
+        "image": release_image(found.image) or IMAGE,
+        "before": found.image or "the one it has now",
+        "python": python,
+        "name": found.name or _CURES[found.way].name,
+        "fork": ", and no --exp-b12x" if is_fork(found.image) else "",
+    }
+    own = found.way is Way.SPARK and release_image(found.image)
+    return Template("container: $image   # in place of $before" if own else _CURES[found.way].release).substitute(words)
 
 
 def indented(text: str) -> str:

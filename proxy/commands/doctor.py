@@ -16,10 +16,11 @@ from urllib.parse import urlsplit
 
 from proxy.chat.chat import CHAT, COMPLETIONS
 from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures, indented
-from proxy.commands.outlook import outlook
+from proxy.commands.outlook import outlook, version_of
 from proxy.commands.parser import Parser
-from proxy.commands.recipe import read_recipe
-from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, image_version, surroundings
+from proxy.commands.recipe_reader import read_recipe
+from proxy.commands.versions import FORK, SUPPORTED, fork_alone, is_fork, is_supported
+from proxy.commands.ways import DEFAULT_PORT, FoundWay, Way, find, surroundings
 from proxy.config_files import LOOPBACK, base_url, read_secret, without_credentials
 from proxy.errors import SettingsError
 from proxy.fleet.probe import (
@@ -48,6 +49,7 @@ DEFAULTS = Settings.model_validate({})  # of a gateway
 CONNECT_SECONDS, ANSWER_SECONDS, COMPLETION_SECONDS = 2.0, 10.0, 120.0
 NO_ANSWER = (Unreachable, Broken)
 STATUS = "/seamark/status"
+RELEASE = version().partition("+")[0]  # without a commit
 
 EXIT_STATUSES = (
     "Exit status: 0: requests will hit and there is nothing to change; 1: they cannot, something is to be changed, "
@@ -118,13 +120,16 @@ def main(argv: list[str]) -> int:
 def _of_recipe(given: str) -> int:
     """Say what a recipe will do; 1 unless it will hit."""
     recipe = read_recipe(given, surroundings().inspect)
-    seen = outlook(recipe, image_version(recipe.image) if recipe.image else "")
+    seen = outlook(recipe, version_of(recipe))
     print(printable(seen.verdict))
+    if seen.ask:
+        print(f"ASK   {printable(seen.ask)}")
     if seen.change:
-        print(f"WRONG the one change: {printable(seen.change)}")
+        print(f"{'ELSE ' if seen.ask else 'WRONG the one change:'} {printable(seen.change)}")
     for note in seen.notes:
         print(f"ok    {printable(note)}")
-    print(f"(seamark setup {shlex.quote(given)} writes the files)")
+    if seen.starts:
+        print(f"(seamark setup {shlex.quote(given)} writes the files)")
     return 0 if seen.hits else 1
 
 
@@ -225,7 +230,7 @@ async def _diagnoses(worker: Probe, has_key: bool, found: FoundWay) -> AsyncIter
     vllm, frontend, is_read = await worker.version(), await worker.frontend(), metrics.engine or not reports.why_not
     yield Diagnosis(True, f"serves {model}")
     yield Diagnosis(bool(vllm), f"vLLM {vllm}" if vllm else "/version gives no vLLM version")
-    engine = _engine(metrics, cures) if is_read else ()
+    engine = _engine(metrics, cures, vllm or "") if is_read else ()
     drafts, connector = _drafts(metrics, cures), _connector(metrics, cures)
     for diagnosis in chain(_frontend(frontend), engine, _caching(metrics, cures), drafts, connector):
         yield diagnosis
@@ -257,18 +262,30 @@ def _check_key(status: int, shown: str, has_key: bool, flag: str, whose: str) ->
         raise NotAnswering(f"{missing}: {flag}, with {whose} in it")
 
 
-def _engine(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
+def _engine(metrics: WorkerMetrics, cures: Cures, vllm: str) -> Iterator[Diagnosis]:
+    """`vllm`: its version, empty if it is not known."""
     if other := metrics.other_release:
         text = f"no hint counts: {other}"
-        yield Diagnosis(False, text, cures.update(version()), last=True, verdict=f"cannot hit: {other}")
+        yield Diagnosis(False, text, cures.update(RELEASE), last=True, verdict=f"cannot hit: {other}")
         return
     if (info := metrics.engine) is None:
         missing = "patches are not live: a recurrent state is kept only where a request happens to stop"
         alone = f"; vLLM alone caches whole blocks of {metrics.block_size:,} tokens" if metrics.block_size else ""
+        cure = cures.install()
         against = f"cannot hit: the plugin is not in this vLLM, or left it untouched (its log says why){alone}"
-        yield Diagnosis(False, missing, cures.install(), last=True, verdict=against)
+        if is_fork(f"{cures.found.image} {vllm}"):
+            cure, against = cures.release(), f"no hits by Seamark: {FORK}"
+            missing = (
+                f"{fork_alone(cures.model)}; a gateway in shadow mode (`seamark serve --shadow`) counts what that loses"
+            )
+        elif not is_supported(vllm):
+            cure = f"{cures.release()}\n{cure}"
+            against = f"cannot hit: the plugin leaves vLLM {vllm} untouched, as it knows {SUPPORTED}{alone}"
+        yield Diagnosis(False, missing, cure, last=True, verdict=against)
         return
     yield Diagnosis(True, f"patches are live, seamark {info.version}")
+    if info.other_version:
+        yield Diagnosis(False, info.other_version, cures.update(RELEASE))
     lengths = f"cache block {info.block_size} tokens, match unit {info.match_unit} tokens"
     if info.refused:  # with a finer unit, too
         yield Diagnosis(False, f"no hint counts: {info.refused}", verdict=f"cannot hit: {info.refused}")
@@ -289,26 +306,26 @@ def _caching(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
         yield Diagnosis(False, off, cure, verdict=f"cannot hit: {off}")
 
 
-# Hints beside speculative decoding, by their state in `seamark_engine_info`: whether that is as it should be, in words,
+# Hints with speculative decoding, by their state in `seamark_engine_info`: whether that is as it should be, in words,
 # and the cure.
 DRAFTS = {
     TRIAL: Diagnosis(
         False,
         ", and hints are on trial: nothing is kept for others before it is over",
-        "# the engine tries them itself: a minute without requests, or ten and some beside them",
+        "# the engine tries them itself: it takes a minute without requests, or ten with some",
     ),
     CLOSED: Diagnosis(
         False,
-        ", and hints beside it did not stand their trial",
+        ", and hints with it did not pass their trial",
         "# vLLM's log has the figures. A restart of the worker tries again;\n"
         "# or no --speculative-config; or as it is: vLLM alone caches",
     ),
-    OPEN: Diagnosis(True, ", with hints, which stood their trial: they share {ahead} tokens past a state"),
+    OPEN: Diagnosis(True, ", with hints, which passed their trial: they share {ahead} tokens past a state"),
 }
 
 
 def _drafts(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
-    fine, text, cure = True, ": the plugin tries hints beside it at each start", None
+    fine, text, cure = True, ": the plugin tries hints with it at each start", None
     if (info := metrics.engine) is not None:
         if info.drafts in DRAFTS:
             fine, text, cure, *_ = DRAFTS[info.drafts]
@@ -322,10 +339,10 @@ def _drafts(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
         yield Diagnosis(fine, f"speculative decoding is on{text}", cure)
 
 
-# How states are kept beside a KV connector, by the lane in `seamark_engine_info`.
+# How states are kept with a KV connector, by the lane in `seamark_engine_info`.
 LANES = {
     "inside_pass": "states are written inside a pass, as without one",
-    "chunk_ends": "each state costs a pass; beside NixlConnector it costs none",
+    "chunk_ends": "each state costs a pass; with NixlConnector it costs none",
     "not_served": "vLLM cannot serve hybrid models through it",
 }
 
@@ -334,7 +351,7 @@ def _connector(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
     name = f"KV connector {metrics.connector}"
     if metrics.connector and metrics.lane == "no_hints":
         cure = cures.flag("--kv-transfer-config", "take it away: this connector measures decoding alone")
-        why = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints beside it"
+        why = f"{name} puts values into the cache that nobody has computed, and the plugin refuses hints with it"
         yield Diagnosis(False, f"{name}: hints are refused", cure, verdict=f"cannot hit: {why}")
     elif metrics.connector:
         yield Diagnosis(True, f"{name}: {LANES.get(metrics.lane, metrics.lane)}")

@@ -1,69 +1,77 @@
-"""What will hit, by a recipe's flags and its model's name alone: no model is loaded, and no vLLM is asked.
+"""What will hit, by a recipe's flags and its model's family alone: no model is loaded, and no vLLM is asked.
 
 The plugin knows it better once an engine starts, and `seamark worker MODEL FLAGS --explain gpu` before that, where vLLM
-is installed. What this table says of a family is what the plugin has for it (tests/engine/unit/test_outlook.py).
+is installed. What these tables say is what the plugin has, and what vLLM takes (tests/engine/unit/test_outlook.py).
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
-from proxy.commands.recipe import Recipe
+from proxy.commands.cures import release_line
+from proxy.commands.families import KnownFamily, family_of, hugging_face_caches
+from proxy.commands.recipe import Recipe, RecipeKind
+from proxy.commands.versions import (
+    FORK,
+    FORK_SIGNS,
+    RELEASE,
+    SUPPORTED,
+    fork_alone,
+    is_fork,
+    is_supported,
+    release_image,
+    tag_version,
+)
+from proxy.commands.ways import FoundWay, Way, environment_version, image_version
 from proxy.errors import SettingsError
 
-# As the plugin's settings have it.
-SUPPORTED, IMAGE = "0.31 to 0.33", "vllm/vllm-openai:v0.33.0"
-
-FIRST, LAST = (0, 31), (0, 33)
-
-# Methods of drafts beside which the plugin gives hints.
+# Methods of drafts with which the plugin gives hints.
 METHODS = ("mtp", "ngram", "eagle", "eagle3", "dflash", "dspark")
 
 # KV connectors with which vLLM starts no hybrid model.
 NOT_SERVED = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCacheConnectorV1", "LMCacheMPConnector")
 
-# Flags that vLLM had, and with which a newer one does not start, or which it warns of.
-DROPPED: Mapping[str, str] = {"--mamba-cache-mode": "vLLM keeps states where hits can be resumed by itself"}
-
 CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
 DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
 
-# Names and flags of a fork of vLLM.
-FORK, FORK_FLAGS = "b12x", ("--gdn-decode-kernel", "--prefill-compute-share", "--max-parallel-prefills")
+# Flags that went, and that nothing has to stand for: they are taken away. Those in `SWITCHES` have no value.
+DROPPED: Mapping[str, str] = {
+    "--mamba-cache-mode": "vLLM keeps states where hits can be resumed by itself",
+    "--swap-space": "vLLM computes again what has no room",
+    "--device": "vLLM finds it",
+    "--disable-log-requests": "vLLM logs none unless it is told to",
+    "--enable-reasoning": "--reasoning-parser is enough",
+}
 
+SWITCHES = (NO_CACHING, "--disable-log-requests", "--enable-reasoning")
 
-class KnownFamily(NamedTuple):
-    """Models whose states are alike."""
+# Flags that went, with which vLLM does not start; variables that went, which it overlooks; and the flag in their place.
+REPLACED: Mapping[str, str] = {
+    "--guided-decoding-backend": "--structured-outputs-config.backend",
+    "--task": "--runner",
+    "--rope-scaling": "--hf-overrides",
+    "--cuda-graph-sizes": "--cudagraph-capture-sizes",
+    "VLLM_ATTENTION_BACKEND": "--attention-backend",
+    "VLLM_FLASH_ATTN_VERSION": "--attention-config.flash_attn_version",
+    "VLLM_FLASHINFER_MOE_BACKEND": "--moe-backend",
+    "VLLM_USE_FLASHINFER_MOE_FP4": "--moe-backend",
+    "VLLM_MXFP4_USE_MARLIN": "--moe-backend",
+    "VLLM_NVFP4_GEMM_BACKEND": "--linear-backend",
+    "VLLM_ALL2ALL_BACKEND": "--all2all-backend",
+}
 
-    states: str  # what they are called
-    words: Sequence[str]  # of which a model's name has one
-    unit: int  # tokens of which a hit is a multiple, unless a flag says otherwise
-    beside_drafts: bool = True  # whether there are hints beside drafts
-    inside: bool = True  # whether its states are kept inside a pass; otherwise each costs one
-
-
-FAMILIES = (
-    KnownFamily("gated delta nets and n-grams", ("flash-next", "qwen4-exp"), 64),
-    KnownFamily("gated delta nets", ("qwen3-next", "qwen3.5", "qwen3.6", "qwen3.8"), 64),
-    KnownFamily("gated delta nets of Olmo", ("olmo-hybrid",), 64, beside_drafts=False),
-    KnownFamily("Mamba2", ("nemotron-3", "nemotron-h", "granite-4", "falcon-h1", "bamba", "zamba2"), 16),
-    KnownFamily("KDA", ("glm-5.3-flash", "ling-3", "kimi-linear", "kimi-k3"), 64),
-    KnownFamily("short convolutions", ("lfm2",), 16, beside_drafts=False),
-    KnownFamily("Mamba1", ("jamba",), 16, beside_drafts=False, inside=False),
-    KnownFamily("linear attention", ("ling-2.5", "minimax-text"), 16, beside_drafts=False, inside=False),
-)
-
-# vLLM's parser of a model's tool calls, by a part of its name.
-TOOL_PARSERS = {
-    "qwen3-next": "hermes",
-    "qwen3-coder": "qwen3_xml",
-    "qwen3.": "qwen3_xml",
-    "nemotron-3": "qwen3_xml",
-    "glm-5.3": "glm47",
-    "granite-4": "granite4",
-    "lfm2": "lfm2",
+_WAYS = {
+    RecipeKind.SPARK: Way.SPARK,
+    RecipeKind.LAUNCHER: Way.SPARK,
+    RecipeKind.COMPOSE: Way.COMPOSE,
+    RecipeKind.DOCKER: Way.DOCKER,
+    RecipeKind.CONTAINER: Way.DOCKER,
+    RecipeKind.UNIT: Way.SYSTEMD,
 }
 
 
@@ -71,99 +79,141 @@ class Outlook(NamedTuple):
     hits: bool | None  # None: not to be told from here
     verdict: str  # one sentence
     change: str = ""  # the one that hits wait for; empty: none
+    ask: str = ""  # a command that says what does not show from here
+    image: str = ""  # of vLLM's own, to put the plugin into in place of the recipe's, which it does not fit
+    starts: bool = True  # whether vLLM does, as the recipe is
+    alone: bool = False  # whether vLLM hits without the plugin, which adds nothing
     notes: Sequence[str] = ()
 
 
-def family_of(model: str) -> KnownFamily | None:
-    """By a model's name, or the name of its folder."""
-    name = model.lower().replace("_", "-")
-    return next((family for family in FAMILIES if any(word in name for word in family.words)), None)
-
-
 def outlook(recipe: Recipe, version: str = "") -> Outlook:
-    """`version`: of the vLLM in the recipe's image, if its labels tell it; otherwise its tag is believed."""
-    notes = [f"{flag} is taken away: {why}" for flag, why in DROPPED.items() if recipe.has(flag)]
+    """`version`: of the recipe's vLLM, as `version_of` tells it; without one an image's tag is believed."""
+    notes = [*recipe.notes, *(f"{flag} is to go: {why}" for flag, why in DROPPED.items() if recipe.has(flag))]
     if recipe.has(NO_CACHING):
-        notes.append(f"{NO_CACHING} is taken away: without a prefix cache nothing can hit")
-    family, drafts = family_of(recipe.model), recipe.fields(*DRAFTS)
-    if obstacle := next(_obstacles(recipe, family, version), None):
-        why, change = obstacle
-        return Outlook(False, f"no hits yet: {why}", change, notes)
-    if family is None:
-        says = "of a hybrid `seamark worker MODEL --explain gpu` says it where vLLM is installed"
-        verdict = f"not to be told by the name {recipe.model}: an attention-only model hits by itself; {says}"
-        return Outlook(None, verdict, notes=notes)
-    unit = recipe.value("--prefix-match-unit") or str(family.unit)
-    written = "inside the pass" if family.inside else "cut: a pass for each"
-    verdict = f"will hit from request 2 on: {family.states}, states {written}, on multiples of {unit} tokens"
-    if drafts:
-        tokens = drafts.get("num_speculative_tokens", "")
-        verdict += f"; beside its drafts ({_method(drafts)}{f', {tokens} tokens' if tokens else ''})"
-        if recipe.environment.get("SEAMARK_DRAFTS") != "1":
-            verdict += " once they have stood a trial, at each start"
-    by = _vllm(recipe, version) or f"if vLLM is {SUPPORTED}, which does not show here"
-    verdict += f"; by the model's name and {by}"
+        notes.append(f"{NO_CACHING} is to go: without a prefix cache nothing can hit")
+    went = sorted(REPLACED.keys() & recipe.environment.keys())
+    notes += [f"{name} has no effect on vLLM {SUPPORTED}: {REPLACED[name]} is in its place" for name in went]
     if recipe.has_rust_frontend:
         notes.append("its HTTP server is the one in Rust: no middleware, reports are read at a port of their own")
-    return Outlook(True, verdict, notes=notes)
+    found = family_of(recipe.model, _caches(recipe))
+    if found.family and not found.family.states:
+        verdict = f"will hit with vLLM alone: no layer of the model is recurrent, by {found.source}"
+        return Outlook(True, f"{verdict}; the plugin adds nothing", alone=True, notes=notes)
+    if obstacle := next(_obstacles(recipe, found.family, version), None):
+        return obstacle._replace(notes=[*obstacle.notes, *notes])
+    if found.family is None:
+        ask = f"hf download {shlex.quote(recipe.model)} config.json   # then ask again: it is read where it lies"
+        if recipe.model.startswith(("/", ".", "~")):
+            ask = f"seamark worker {shlex.quote(recipe.model)} --explain gpu   # where vLLM is, with Seamark's plugin"
+        why = "its name is of no family known here, and no config.json that lies here tells it"
+        return Outlook(None, f"not known for the model {recipe.model}: {why}", ask=ask, notes=notes)
+    if known := _vllm(recipe, version):
+        return Outlook(True, _hits(recipe, found.family, found.source, known), notes=notes)
+    return Outlook(None, _hits(recipe, found.family, found.source), _release(recipe), _asking(recipe), notes=notes)
 
 
-def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iterator[tuple[str, str]]:
+def _hits(recipe: Recipe, family: KnownFamily, source: str, known: str = "") -> str:
+    """What hits. `source`: what told the family; `known`: which vLLM it is, and what told that."""
+    unit = recipe.value("--prefix-match-unit") or str(family.unit)
+    written = "states are written inside the pass" if family.inside else "each state costs a forward pass"
+    when = "" if known else f" if its vLLM is {SUPPORTED}"
+    verdict = f"will hit from request 2 on{when}: {family.states}, match unit {unit} tokens, {written}"
+    if drafts := recipe.fields(*DRAFTS):
+        told = " ".join(str(each) for each in (_method(drafts), drafts.get("num_speculative_tokens")) if each)
+        verdict += f"; with its drafts{f' ({told})' if told else ''}"
+        if recipe.environment.get("SEAMARK_DRAFTS") != "1":
+            verdict += ", after a trial at each start"
+    return f"{verdict}; by {' and '.join(filter(None, (source, known)))}"
+
+
+def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iterator[Outlook]:
     """What keeps a recipe from hits, and what to change, the first to be changed first."""
-    take = f"take vLLM {SUPPORTED}, for one the image {IMAGE}"
-    of_fork = recipe.value("--load-format") == FORK or any(map(recipe.has, FORK_FLAGS))
-    if of_fork or any(FORK in each.lower() for each in (recipe.image, *recipe.builds)):
-        yield "its image holds a fork of vLLM, which the plugin leaves untouched", take
-    if not _supported(version or tag_version(recipe.image)):
-        yield f"{_vllm(recipe, version)} is left untouched by the plugin", take
+
+    def obstacle(why: str, change: str, *, image: str = "", starts: bool = True) -> Outlook:
+        return Outlook(False, f"no hits yet: {why}", change, image=image, starts=starts)
+
+    if signs := fork_signs(recipe):
+        unknown = [sign for sign in signs if sign.startswith("--") and sign not in recipe.builds]
+        without = f" without {', '.join(unknown)}, which it does not know" if unknown else ""
+        verdict = f"no hits by Seamark: {FORK} ({', '.join(signs)})"
+        yield Outlook(False, verdict, _release(recipe, without), notes=[fork_alone(recipe.model)])
+    if not is_supported(version or tag_version(recipe.image)):
+        why = f"the plugin leaves {_vllm(recipe, version)} untouched; it knows {SUPPORTED}"
+        yield obstacle(why, _release(recipe), image=release_image(recipe.image))
+    for flag, instead in REPLACED.items():
+        if recipe.has(flag):
+            yield obstacle(f"vLLM {SUPPORTED} does not start with {flag}", f"give {instead} in its place", starts=False)
     connector = str(recipe.fields(*CONNECTOR).get("kv_connector", ""))
     if family and connector in NOT_SERVED:
-        yield f"vLLM serves no hybrid model with {connector}", "leave --kv-transfer-config away"
+        why = f"vLLM serves no hybrid model with {connector}"
+        yield obstacle(why, f"leave {CONNECTOR[0]} away", starts=False)
     drafts = recipe.fields(*DRAFTS)
     if not drafts or family is None:
         return
     away, method = f"leave {DRAFTS[0]} away", _method(drafts)
     if method and method not in METHODS:
-        why = f"hints beside drafts of the method {method} are not known to be right"
-        yield why, f"{away}, or take one of {', '.join(METHODS)}"
-    if not family.beside_drafts and method != "ngram":
-        yield f"{family.states}: hints are not used beside drafts", away
+        why = f"hints with drafts of the method {method} are not known to be right"
+        yield obstacle(why, f"{away}, or take one of {', '.join(METHODS)}")
+    if not family.with_drafts and method != "ngram":
+        yield obstacle(f"{family.states}: hints are not used with drafts", away)
     for name in ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification"):
         if drafts.get(name):
-            yield "the number of its drafts is not fixed", f"leave {name} of {DRAFTS[0]} away"
+            yield obstacle("the number of its drafts is not fixed", f"leave {name} of {DRAFTS[0]} away")
     stages = recipe.value("--pipeline-parallel-size", "-pp") or "1"
     if not re.fullmatch(r"\d{1,9}", stages, re.ASCII):
         raise SettingsError(f"{recipe.source}: --pipeline-parallel-size {stages[:64]} is not a number")
     if int(stages) > 1:
-        yield "drafts with pipeline parallelism", "take tensor parallelism, or no drafts"
+        yield obstacle("drafts with pipeline parallelism", "take tensor parallelism, or no drafts")
     if connector:
-        yield "drafts with a KV connector", f"leave {DRAFTS[0]} or {CONNECTOR[0]} away"
+        yield obstacle("drafts with a KV connector", f"leave {DRAFTS[0]} or {CONNECTOR[0]} away")
+
+
+def version_of(recipe: Recipe) -> str:
+    """Of the recipe's vLLM, where that shows without running anything; else empty."""
+    return image_version(recipe.image) if recipe.image else environment_version(recipe.python)
+
+
+def fork_signs(recipe: Recipe) -> list[str]:
+    """What of a recipe is of the B12X fork of vLLM."""
+    flags = (sign.partition(" ") for sign in FORK_SIGNS if sign.startswith("--"))
+    given = [flag + space + value for flag, space, value in flags if recipe.has(flag) and value in recipe.value(flag)]
+    return [*filter(is_fork, (recipe.image, *recipe.builds)), *given]
+
+
+def _release(recipe: Recipe, without: str = "") -> str:
+    """What to do for a vLLM that the plugin knows. `without`: flags."""
+    way = FoundWay(_WAYS.get(recipe.kind, Way.PIP), recipe.name, recipe.image)
+    if way.image and way.way is Way.SYSTEMD:
+        way = way._replace(way=Way.DOCKER)
+    return f"take vLLM {RELEASE}{without}: {release_line(way, recipe.python)}"
+
+
+def _caches(recipe: Recipe) -> list[Path]:
+    """Where the model may lie: where vLLM is told to load from, and where this user's programs do."""
+    told = recipe.value("--download-dir")
+    return [*([Path(told)] if told else []), *hugging_face_caches({**os.environ, **recipe.environment}, os.environ)]
+
+
+def _asking(recipe: Recipe) -> str:
+    """A command that says which vLLM a recipe runs."""
+    if recipe.kind is RecipeKind.CONTAINER:
+        python = f"docker exec {shlex.quote(recipe.name)} python3"
+    elif image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
+        python = f"{recipe.program} run --rm --entrypoint python3 {shlex.quote(image)}"
+    else:
+        python = recipe.python
+    return f"{python} -c 'import vllm; print(vllm.__version__)'"
 
 
 def _vllm(recipe: Recipe, version: str) -> str:
     """Which vLLM it runs, and what says so; empty: not to be told."""
     tagged = tag_version(recipe.image)
-    return f"vLLM {version} (by its image's labels)" if version else tagged and f"vLLM {tagged} (by its image's tag)"
+    if version:
+        return f"vLLM {version} ({'by its image' if recipe.image else 'by its environment'})"
+    return tagged and f"vLLM {tagged} (by its image's tag)"
 
 
 def _method(drafts: Mapping[str, object]) -> str:
     """vLLM has a name for the MTP of each family, and one for all."""
     method = str(drafts.get("method", ""))
     return "mtp" if method.endswith("_mtp") else method
-
-
-def tag_version(image: str) -> str:
-    """The version that an image of vLLM's own is tagged with; empty if its tag is none."""
-    found = re.fullmatch(r"(?:.*/)?vllm-openai(?:-\w+)?:v(\d{1,6}\.\d{1,6}(?:\.\d{1,6})?).*", image)
-    return found[1] if found else ""
-
-
-def base_image(recipe: Recipe, version: str = "") -> str:
-    """The image to put the plugin into in place of the recipe's, if that is vLLM's own and not one that it fits."""
-    tagged = tag_version(recipe.image)
-    return IMAGE if tagged and not _supported(version or tagged) else ""
-
-
-def _supported(version: str) -> bool:
-    found = re.match(r"(\d{1,6})\.(\d{1,6})", version)
-    return found is None or FIRST <= (int(found[1]), int(found[2])) <= LAST

@@ -1,7 +1,8 @@
 """How somebody runs vLLM, read from what they run it by: nothing that it says has to be asked, and none of it is lost.
 
-A recipe of spark-vllm-docker, a compose file, vLLM's own configuration file, a script or a line with `vllm serve` or
-`docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is written again.
+A recipe of spark-vllm-docker, a compose file, a systemd unit, vLLM's own configuration file, a script or a line with
+`vllm serve` or `docker run`, or a container. Placeholders are filled to read a recipe, and left as they are where it is
+written again.
 """
 
 from __future__ import annotations
@@ -10,46 +11,26 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
-from proxy.commands.recipe_text import (
-    ServeLine,
-    Word,
-    field_of,
-    fill_template,
-    fill_variables,
-    read_text,
-    read_yaml,
-    word_at,
-    words_of,
-)
+from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, behind_serve, how_to_say, serve_line, start_of
+from proxy.commands.shell import Word
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 from proxy.http.json_body import loads
 
+GATEWAY_PORT = 8080  # unless the recipe takes it
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told otherwise; nothing listens here
 
 # In a line of a shell; the second is how vLLM was started before it had a command.
-_SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
+SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
 
-_DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
-LAUNCHER = "launch-cluster.sh"  # of spark-vllm-docker, which also starts a command that it is given
-
-# Of `docker run`, those without a value; letters can stand together. All others take the next word.
-_SWITCHES = (
-    "--rm --init --detach --interactive --tty --privileged --read-only --publish-all --quiet --oom-kill-disable "
-    "--no-healthcheck --sig-proxy --disable-content-trust --use-api-socket"
-)
-_LETTERS = "ditPq"
-
-_SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
-_ASSIGNED = re.compile(r"(?:^|\s|;)([A-Z_][A-Z0-9_]*)=")
+DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
 
 
 class RecipeKind(StrEnum):
@@ -62,6 +43,7 @@ class RecipeKind(StrEnum):
     COMMAND = "a command of vLLM"
     DOCKER = "a command of Docker"
     CONTAINER = "a container"
+    UNIT = "a systemd unit"
 
 
 @dataclass(frozen=True)
@@ -76,6 +58,10 @@ class Recipe:
     listens: tuple[str, int] | None = None  # address and port of this machine, if they are not vLLM's own
     document: Any = None  # what a file of YAML holds
     text: str = ""  # of a command or a script
+    python: str = "python3"  # how it is called in vLLM's environment
+    program: str = "docker"  # and Docker, or what stands for it
+    hidden_port: str = ""  # options in which a port is that is not seen here
+    notes: Sequence[str] = ()  # what was read besides, and what is not seen here
 
     @property
     def model(self) -> str:
@@ -93,10 +79,20 @@ class Recipe:
         """The port where clients find it."""
         if self.listens:
             return self.listens[1]
+        if self.hidden_port:
+            cure = how_to_say(self.hidden_port, self.source) if "$" in self.hidden_port else "write it as -p 8000:8000"
+            raise SettingsError(f"{self.source}: the port it publishes is not seen here ({self.hidden_port}); {cure}")
         port = self.value("--port") or str(DEFAULT_PORT)
         if (number := port_in(port)) is None:
-            raise SettingsError(f"{self.source}: --port {port[:64]} is no port")
+            why = f"is not seen here; {how_to_say(port, self.source)}" if "$" in port else "is no port"
+            raise SettingsError(f"{self.source}: --port {port[:64]} {why}")
         return number
+
+    @property
+    def gateway_port(self) -> int:
+        """Where the gateway listens: the first port from 8080 on that the recipe does not name."""
+        says = f"{self.port} {self.text or json.dumps(self.document, default=str, skipkeys=True)}"
+        return next(port for port in count(GATEWAY_PORT) if not re.search(rf"(?<!\d){port}(?!\d)", says))
 
     @property
     def has_rust_frontend(self) -> bool:
@@ -127,7 +123,9 @@ class Recipe:
         try:
             told = loads(given.encode()) if given else {}
         except ValueError:
-            raise SettingsError(f"{self.source}: {names[0]} is no JSON: {given[:64]}") from None
+            if "$" not in given:
+                raise SettingsError(f"{self.source}: {names[0]} is no JSON: {given[:64]}") from None
+            told = {}  # not seen here
         told = told if isinstance(told, dict) else {}
         starts = tuple(f"{name}." for name in names)
         return told | {name.partition(".")[2]: self.flags[name] for name in self.flags if name.startswith(starts)}
@@ -146,93 +144,24 @@ def _as_text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
-    """A file, a line, or a container that Docker (`inspect`) knows. Raises `SettingsError` with what is missing."""
-    if _SERVE.search(f" {given} ") or _DOCKER_RUN.search(given):
-        return _of_text(given, "the command", "")
-    path = Path(os.path.expanduser(given))
-    if os.path.isdir(path):  # which takes any name, as long ones
-        raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
-    if not os.path.isfile(path):
-        return _of_container(given, inspect)
-    text = read_text(path)
-    if path.suffix not in (".yaml", ".yml"):
-        return _of_text(text, str(path), path.stem)
-    document = read_yaml(text, given)
-    if "services" in document:
-        return _of_compose(document, path, "")
-    if "command" in document:
-        return _of_spark(document, path)
-    if field_of(document, "model", str, given):
-        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
-    kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
-    raise SettingsError(f"{given} has no {kinds} configuration)")
-
-
-def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
-    missing = [name for name in ("name", "container", "command") if not isinstance(document.get(name), str)]
-    if missing:
-        raise SettingsError(f"{path}: a recipe of spark-vllm-docker has a text for {', '.join(missing)}")
-    source = str(path)
-    command = fill_template(document["command"], field_of(document, "defaults", dict, source), source)
-    field_of(document, "mods", list, source)
-    arguments = [word.value for word in serve_line(command, source).words]
-    environment = {**_variables(command), **_environment(field_of(document, "env", dict, source))}
-    builds = tuple(map(str, field_of(document, "build_args", list, source)))
-    image = document["container"]
-    return Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
-
-
-def _of_compose(document: Mapping[str, Any], path: Path, wanted: str) -> Recipe:
-    source = str(path)
-    services = {str(name): each for name, each in field_of(document, "services", dict, source).items()}
-    known = {**_env_file(path.parent / ".env"), **os.environ}
-    mappings = {name: service for name, service in services.items() if isinstance(service, dict)}
-    found = [name for name in mappings if (name == wanted if wanted else _runs_vllm(mappings[name]))]
-    if len(found) != 1:
-        several = f"{len(found)} services with vLLM ({', '.join(found)})" if found else "no service that runs vLLM"
-        raise SettingsError(f"{source}: {several}; setup takes one")
-    name, service = found[0], mappings[found[0]]
-    where = f"{source}: {name}"
-    arguments = fill_variables(inner_arguments(_words_of_service(service), source), known, source)
-    kind = list if isinstance(service.get("environment"), list) else dict
-    variables = _environment(field_of(service, "environment", kind, where))
-    environment = dict(zip(variables, fill_variables(variables.values(), known, source), strict=True))
-    (image,) = fill_variables([field_of(service, "image", str, where)], known, source)
-    if not image:
-        raise SettingsError(f"{source}: the service {name} has no `image:` that Seamark's plugin could be put into")
-    recipe = Recipe(RecipeKind.COMPOSE, source, name, arguments, environment, image, document={"services": services})
-    ports = field_of(service, "ports", list, where)
-    return _with_address(recipe, ports, known, shares_network=service.get("network_mode") == "host")
-
-
-def _with_address(recipe: Recipe, ports: Iterable[Any], known: Mapping[str, str], *, shares_network: bool) -> Recipe:
-    """With the place where clients find it: at one of a container's `ports`, or else on this machine alone."""
-    if shares_network:
-        return recipe
-    own = recipe.port
-    published = (_published(port, own, known) for port in ports)
-    return replace(recipe, listens=next(filter(None, published), ("127.0.0.1", own)))
-
-
-def _words_of_service(service: Mapping[str, Any]) -> list[str]:
-    return [*as_list(service.get("entrypoint")), *as_list(service.get("command"))]
-
-
-def _runs_vllm(service: Mapping[str, Any]) -> bool:
-    is_vllm = "vllm" in str(service.get("image", "")).lower()
-    return serves(" ".join(_words_of_service(service))) or (is_vllm and bool(service.get("command")))
-
-
-def _published(port: Any, own: int, known: Mapping[str, str]) -> tuple[str, int] | None:
-    """Address and port of this machine that lead to vLLM's `own`, in either of compose's spellings."""
-    if isinstance(port, dict):
-        address, published, inside = port.get("host_ip", EVERYWHERE), port.get("published"), port.get("target")
+def published(port: Any, own: int) -> tuple[str, int] | None:
+    """Address and port of this machine that lead to a container's `own`, in each of Compose's spellings."""
+    if isinstance(port, Mapping):
+        names = ("host_ip", "published", "target", "protocol")
+        address, outer, inner, protocol = (str(port.get(name) or "") for name in names)
     else:
-        *before, inside = fill_variables([str(port)], known, "ports")[0].split("/")[0].rsplit(":", 2)
-        address, published = before[0].strip("[]") if len(before) > 1 else EVERYWHERE, before[-1] if before else None
-    number = port_in(published)
-    return (str(address), number) if str(inside) == str(own) and number is not None else None
+        spelt, _, protocol = str(port).partition("/")
+        address, outer, inner = ["", "", *spelt.rsplit(":", 2)][-3:]
+    inside, outside = _ports(inner), _ports(outer)
+    if protocol not in ("", "tcp") or own not in inside or len(inside) != len(outside):
+        return None  # of several, Docker takes one that is free
+    return address.strip("[]") or EVERYWHERE, outside[inside.index(own)]
+
+
+def _ports(text: str) -> range:
+    """Those of `8000` or `8000-8005`."""
+    first, last = (port_in(each) for each in (text.partition("-")[0], text.rpartition("-")[2]))
+    return range(first, last + 1) if first and last else range(0)
 
 
 def port_in(text: object) -> int | None:
@@ -241,157 +170,77 @@ def port_in(text: object) -> int | None:
     return int(digits) if re.fullmatch(r"\d{1,5}", digits, re.ASCII) and 0 < int(digits) < 65536 else None
 
 
-def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
-    told = inspect(given) if re.fullmatch(r"[\w][\w.-]*", given) else None
-    if told is None:
-        raise SettingsError(f"{given} is no file, no command with `vllm serve`, and no container that Docker knows")
-    try:
-        config, host = told["Config"], told["HostConfig"]
-        labels = config.get("Labels") or {}
-        service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
-        if service and files:
-            path = Path(files.split(",")[0])
-            if not os.path.isfile(path):
-                raise SettingsError(f"the container {given} is of {path}, which is not here; give the compose file")
-            return _of_compose(read_yaml(read_text(path), str(path)), path, service)
-        words = [*(config.get("Entrypoint") or ()), *(config.get("Cmd") or ())]
-        environment = _environment(config.get("Env"))
-        name, image = str(told["Name"]).lstrip("/"), str(config["Image"])
-        ports = host.get("PortBindings") or {}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
-    arguments = inner_arguments(words, f"the container {given}", by_image=False)
-    recipe = Recipe(RecipeKind.CONTAINER, given, name, arguments, environment, image, document=told)
-    if host.get("NetworkMode") == "host":
+def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.environ) -> Recipe:
+    """A script, or a line of one. `known`: the variables that it is given."""
+    found = start_of(text, known, source)
+    if isinstance(found, Start):
+        is_launched = any(word.value.endswith(LAUNCHER) for word in found.command[: found.behind])
+        kind = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND
+        arguments, notes = [word.value for word in found.words], [*_not_seen(found, found.words, text)]
+        return Recipe(kind, source, name, arguments, found.variables, text=text, python=found.python, notes=notes)
+    outside = {**known, **found.start.variables}
+    pairs = [each.partition("=") for each in found.given("-e", "--env")]
+    environment = {name: value if is_set else outside.get(name, "") for name, is_set, value in pairs}
+    arguments, notes = [word.value for word in found.serve.words], []
+    image = found.image.value
+    if found.image.unseen:
+        notes.append(f"the image is {image}, which is not seen here; the plugin is put into what that is then")
+        image = ""
+    notes += _not_seen(found.start, [*found.options, *found.serve.words], text)
+    recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
+    recipe = replace(recipe, program=found.program, notes=notes)
+    if "host" in found.given("--network", "--net"):
         return recipe
-    bound = ports.get(f"{recipe.value('--port') or DEFAULT_PORT}/tcp") or [{}]
-    where = bound[0].get("HostIp") or EVERYWHERE, port_in(bound[0].get("HostPort")) or DEFAULT_PORT
-    return replace(recipe, listens=where)
+    hiding, own = _may_publish(found), port_in(recipe.value("--port") or DEFAULT_PORT)
+    if own and not hiding:
+        notes.append(f"it publishes no port; the one that is written here does: 127.0.0.1:{own}")
+        return replace(recipe, listens=("127.0.0.1", own))
+    found_at = (published(port, own) for port in found.given("-p", "--publish") if own)
+    listens = next(filter(None, found_at), None)
+    return replace(recipe, listens=listens, hidden_port="" if listens else hiding)
 
 
-def _of_text(text: str, source: str, name: str) -> Recipe:
-    if _DOCKER_RUN.search(_without_comments(text)):
-        run = docker_run(text, source)
-        known = {**os.environ, **_variables(text[: run.start])}
-        image, *values = fill_variables([word.value for word in (run.image, *run.options)], known, source)
-        environment = _environment(options_of(values, ("-e", "--env")))
-        arguments = inner_arguments(fill_variables([word.value for word in run.arguments], known, source), source)
-        recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
-        shares_network = "host" in options_of(values, ("--network", "--net"))
-        return _with_address(recipe, options_of(values, ("-p", "--publish")), known, shares_network=shares_network)
-    line = serve_line(text, source)
-    before = text[: line.start]
-    kind = RecipeKind.LAUNCHER if LAUNCHER in before.rpartition("\n\n")[2] else RecipeKind.COMMAND
-    variables = _variables(before)
-    arguments = fill_variables([word.value for word in line.words], {**os.environ, **variables}, source)
-    return Recipe(kind, source, name, arguments, variables, text=text)
+def _may_publish(run: DockerRun) -> str:
+    """The options that say at which port it is found, if any do."""
+    given = [f"-p {port}" for port in run.given("-p", "--publish")]
+    given += [f"--network {name}" for name in run.given("--network", "--net")]
+    given += [word.value for word in run.options if word.several or word.value in ("-P", "--publish-all")]
+    return ", ".join(given)
 
 
-def _without_comments(text: str) -> str:
-    """A text of the same length without its comments, which may tell how vLLM is started, too."""
-    return re.sub(r"(?m)^[ \t]*#.*$", lambda comment: " " * len(comment[0]), text)
+def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
+    """What of the words is not seen here, and what depends on more than is read."""
+    if unseen := dict.fromkeys(word.value for word in words if word.several):
+        yield f"not seen here, and kept as it is: {', '.join(unseen)}"
+    if start.script.sourced:
+        yield f"{', '.join(start.script.sourced)} is read by it, and what that sets is not seen here"
+    line = text[slice(*start.outer.place)]
+    for name in start.script.ambiguous:
+        is_named = any(name in each for each in unseen)
+        if start.script.names[name] and not is_named and re.search(rf"\$\{{?{name}\b", line):
+            yield f"{name} depends on a condition in the script; what is said here is for the value that was read"
 
 
 def serves(text: str) -> bool:
-    return bool(_SERVE.search(f" {text} "))
+    return bool(SERVE.search(f" {text} "))
 
 
-def serve_line(text: str, source: str) -> ServeLine:
-    """The arguments behind the one `vllm serve` of a text. Raises `SettingsError` without one."""
-    found = list(_SERVE.finditer(f"{_without_comments(text)}\n"))
-    if len(found) != 1:
-        raise SettingsError(f"{source}: {'no' if not found else 'more than one'} `vllm serve` in it; setup takes one")
-    return words_of(text, found[0].end(), source)
-
-
-class DockerRun(NamedTuple):
-    program: str  # docker or podman
-    options: Sequence[Word]
-    image: Word
-    arguments: Sequence[Word]  # behind the image
-    start: int  # of the options
-    end: int
-
-
-def docker_run(text: str, source: str) -> DockerRun:
-    """The one `docker run` of a text. Raises `SettingsError` without one, or if it names no image."""
-    found = list(_DOCKER_RUN.finditer(_without_comments(text)))
-    if len(found) != 1:
-        raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one")
-    line = words_of(text, found[0].end(), source)
-    words, at = line.words, 0
-    while at < len(words) and (option := words[at].value).startswith("-"):
-        if option.startswith("--"):
-            has_next = option not in _SWITCHES.split() and "=" not in option
-        else:
-            has_next = len(option[1:].lstrip(_LETTERS)) == 1
-        at += 1 + has_next  # the next word is its value
-    if at >= len(words):
-        raise SettingsError(f"{source}: `docker run` names no image")
-    return DockerRun(found[0][0].split()[0], words[:at], words[at], words[at + 1 :], line.start, line.end)
-
-
-def inner_arguments(words: Sequence[str], source: str, *, by_image: bool = True) -> list[str]:
-    """Those of `vllm serve` in a container's words; `by_image`: an entrypoint that is not among them may start vLLM."""
+def inner_arguments(words: Sequence[str], source: str, known: Mapping[str, str] | None = None) -> list[str]:
+    """Those of `vllm serve` in a container's words, of which an entrypoint may start it. `known`: its variables."""
     if script := next(filter(serves, words), ""):
-        return [word.value for word in serve_line(script, source).words]
+        given = words[words.index(script) + 2 :]  # behind its $0
+        text = script.replace('"$@"', shlex.join(given))
+        return [word.value for word in serve_line(text, source, known).words]
     if start := behind_serve(words):
         return list(words[start:])
     if "engine_patches" in words:
         raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
-    if not words or not by_image:
+    if not words:
         raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
-    return list(words)
+    return list(words[words[0] == "serve" :])
 
 
-def behind_serve(words: Sequence[str], before: str = "") -> int:
-    """Where vLLM's arguments begin in a command, which follows the word `before`; 0 if it does not start vLLM."""
-    for number, word in enumerate(words):
-        last = words[number - 1] if number else before
-        if (word == "serve" and Path(last).name == "vllm") or word.startswith("vllm.entrypoints."):
-            return number + 1
-    return 0
-
-
-def as_list(given: Any) -> list[str]:
-    """A command of compose, which is a text or a list."""
-    if given is None:
-        return []
-    try:
-        return list(map(str, given)) if isinstance(given, list) else shlex.split(str(given))
-    except ValueError:
-        raise SettingsError(f"a quote in the command `{str(given)[:64]}` is not closed") from None
-
-
-def _environment(given: Any) -> dict[str, str]:
+def environment_of(given: Any) -> dict[str, str]:
     if isinstance(given, Mapping):
         return {str(name): "" if value is None else str(value) for name, value in given.items()}
     return dict(str(each).partition("=")[::2] for each in given or ())
-
-
-def _variables(text: str) -> dict[str, str]:
-    """What a script sets before it starts vLLM."""
-    found: dict[str, str] = {}
-    at = 0
-    with suppress(ValueError):  # a quote that is not closed: all behind it is in it
-        while assigned := _ASSIGNED.search(text, at):
-            found[assigned[1]], at = word_at(text, assigned.end())
-    return found
-
-
-def _env_file(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        return {}
-    pairs = (line.strip().partition("=") for line in read_text(path, "replace").splitlines())
-    return {name: value.strip("'\"") for name, _, value in pairs}
-
-
-def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """What `docker run` is given for an option."""
-    for number, value in enumerate(values):
-        if short := _SHORT.fullmatch(value):
-            name, equals, behind = f"-{short[1]}", short[2], short[2].removeprefix("=")
-        else:
-            name, equals, behind = value.partition("=")
-        if name in names:
-            yield behind if equals else "".join(values[number + 1 : number + 2])

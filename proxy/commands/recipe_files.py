@@ -13,16 +13,28 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from proxy.commands import recipe as reading
-from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import CACHING, DROPPED, NO_CACHING
-from proxy.commands.recipe import EVERYWHERE, LAUNCHER, Recipe, RecipeKind, as_list, flag_name
-from proxy.commands.recipe_text import Word
+from proxy.commands import unit_files
+from proxy.commands.outlook import CACHING, DROPPED
+from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of, flag_name
+from proxy.commands.recipe_compose import ComposeService, as_words
+from proxy.commands.recipe_text import Tagged, as_lines
+from proxy.commands.recipe_unit import DROP_IN, Unit
+from proxy.commands.script_edits import (
+    HERE,
+    OWN_NAME,
+    TAKEN_AWAY,
+    elsewhere,
+    shell_of,
+    with_flags,
+    with_image,
+)
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
@@ -32,16 +44,22 @@ IMAGE = "seamark-worker"  # ends in the service's or container's name, and what 
 LABEL = "seamark.setup"  # of containers that were started from it
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
 
-# Not to be given to what serves in their place, which has them by itself or has no use for them.
-_TAKEN_AWAY = (*DROPPED, NO_CACHING)
+# The same in a text; and a shell's command.
+_WITHOUT = re.compile(
+    "|".join(
+        rf"\s+{flag.replace('-', '[-_]')}(?:[= ]\S+)?" if flag in DROPPED else rf"\s+{flag}" for flag in TAKEN_AWAY
+    )
+)
+_SHELL = re.compile(r"\s*(?:\S*/)?(?:ba|da|z)?sh\s(?:-\w+\s+)*-\w*c\s")
 
 
 class RecipeFiles(NamedTuple):
     """Texts of files by their names, and what the user does with them."""
 
-    files: Mapping[str, str]  # the last one starts vLLM
+    files: Mapping[str, str]  # the last one starts vLLM, unless `run` does
     undo: Sequence[str] = ()  # commands that take back what the files do elsewhere
     notes: Sequence[str] = ()
+    run: str = ""  # a script in place of the one that runs vLLM and the gateway in a terminal
 
 
 class Places(NamedTuple):
@@ -66,47 +84,17 @@ def spark_checkout(*folders: Path) -> Path:
     raise SettingsError(f"--spark: {folders[-1]} is no checkout of spark-vllm-docker: it has no mods/ and recipes/")
 
 
-def without_flags(words: Sequence[Word], taken_away: Sequence[str] = _TAKEN_AWAY) -> list[Word]:
-    """Without the flags that are taken away, and their values."""
-    left: list[Word] = []
-    skip = False
-    for word in words:
-        is_taken = not skip and (name := flag_name(word.value)) in taken_away
-        if not skip and not is_taken:
-            left.append(word)
-        skip = is_taken and name != NO_CACHING and "=" not in word.value  # that is a switch
-    return left
-
-
-def _edited(text: str, recipe: Recipe) -> str:
-    """A text with its one `vllm serve`, which gets what is needed; all before and behind it stays as it is spelt."""
-    line = reading.serve_line(text, recipe.source)
-    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
-    added = [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
-    words = _in_lines([word.raw for word in without_flags(line.words)], added)
-    return f"{text[: line.start]} {words}{text[line.end :]}"
-
-
-def _in_lines(words: Sequence[str], added: Sequence[str] = ()) -> str:
-    """A flag and its value to a line."""
-    lines: list[str] = []
-    for word in words:
-        if not lines or word.startswith("-") or lines[-1].count(" ") or not lines[-1].startswith("-"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return " \\\n    ".join([*lines, *added])
-
-
 def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
     own = Path(recipe.source).resolve()
     target = spark_checkout(*own.parents, places.spark)
     name = "seamark-" + _safe(recipe.name)
     document = copy.deepcopy(recipe.document)
     document["name"] = f"Seamark {document['name']}"
+    document["container"] = places.image or document["container"]
     document["mods"] = [*(mod for mod in document.get("mods") or () if mod != MOD), str(places.out / MOD)]
     # The template, whose braces are not filled here.
-    document["command"] = "\n".join(map(str.rstrip, _edited(document["command"], recipe).splitlines())) + "\n"
+    command = with_flags(as_lines(document["command"]), recipe, environment_of(document.get("env")))
+    document["command"] = "\n".join(map(str.rstrip, command.splitlines())) + "\n"
     text = f"# {_safe_line(str(own))} with Seamark's plugin.\n" + _yaml(document)
     solo = " --solo" if document.get("solo_only") else ""
     start = script(
@@ -126,124 +114,157 @@ def make_mod(source: Path, folder: Path) -> str:
 
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
-    before, launcher, behind = _edited(recipe.text, recipe).partition(LAUNCHER)
+    text = with_flags(recipe.text, recipe, os.environ, mod=shlex.quote(str(places.out / MOD)))
     start = script(
         "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it.",
         f"{make_mod(places.source, places.out)} || exit",
         f"cd {shlex.quote(str(target))} || exit",
-        text=f"{before}{launcher} --apply-mod {shlex.quote(str(places.out / MOD))}{behind}",
+        *_own_name(recipe, text),
+        text=elsewhere(text),
     )
     return RecipeFiles({"start.sh": start})
 
 
 def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
-    own = Path(recipe.source).resolve()
-    document = recipe.document["services"][recipe.name]
+    project: ComposeService = recipe.document
     image = image_of(recipe, places)
-    entrypoint, command = _in_container(recipe, as_list(document.get("entrypoint")), as_list(document.get("command")))
     build = {
         "context": str(places.source).replace("$", "$$"),
         "dockerfile": "deploy/worker.Dockerfile",
-        "args": {"VLLM_IMAGE": places.image or document["image"]},
+        "args": {"VLLM_IMAGE": places.image or project.fields["image"]},
     }
-    service: dict[str, Any] = {"image": image, "build": build, "command": command, "labels": {LABEL: image}}
-    if entrypoint or document.get("entrypoint"):
-        service["entrypoint"] = entrypoint or WORKER
-    if document.get("network_mode") != "host" and not document.get("ports"):
+    service: dict[str, Any] = {"image": image, "build": build, **_command_of_service(recipe), "labels": {LABEL: image}}
+    if not project.is_published:
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
-    overlay = f"# {_safe_line(str(own))} with Seamark's plugin: an overlay.\n"
+    if "pull_policy" in project.fields:
+        service["pull_policy"] = "build"
+    base, name = shlex.join(project.command), shlex.quote(recipe.name)
+    first = []
+    if "build" in project.fields:  # of their own image, into which the plugin goes
+        service["build"] = Tagged("!override", build)
+        first = [f"{base} build {name}"]
+    overlay = f"# {_safe_line(recipe.source)} with Seamark's plugin: an overlay.\n"
     overlay += _yaml({"services": {recipe.name: service}})
-    base = f"docker compose -f {shlex.quote(str(own))}"
-    name = shlex.quote(recipe.name)
     start = script(
         "Builds the image of your compose file with Seamark's plugin in it, and starts the service from that.",
         "# Your file stays as it is; undo.sh starts the service from it alone again, if that is what runs now.",
         _if_it_runs(places, f'[ -z "$({_containers(image)})" ] && [ -n "$({base} ps -q --status running {name})" ]'),
+        *first,
         f'exec {base} -f {shlex.quote(str(places.out / "compose.seamark.yaml"))} up --build -d "$@" {name}',
     )
     return _of_image({"compose.seamark.yaml": overlay, "start.sh": start}, image, again=f"{base} up -d {name}")
 
 
+def _command_of_service(recipe: Recipe) -> dict[str, Any]:
+    """Entrypoint and command as the user has spelt them, for an image whose entrypoint gives what is needed.
+
+    A command that is a shell's text keeps its shell, and is given the flags itself.
+    """
+    given = {name: recipe.document.fields.get(name) for name in ("entrypoint", "command")}
+    for name, each in given.items():
+        if isinstance(each, list) and any(reading.serves(str(text)) for text in each):
+            words = [with_flags(str(text), recipe) if reading.serves(str(text)) else text for text in each]
+            return {name: words} if given["entrypoint"] else {"entrypoint": words[:1], "command": words[1:]}
+        if isinstance(each, str) and _SHELL.match(each):
+            shell, text = with_flags(each, recipe).split(maxsplit=1)
+            return {name: f"{shell} {text}"} if given["entrypoint"] else {"entrypoint": shell, "command": text}
+    texts = [each if isinstance(each, str) else shlex.join(as_words(each)) for each in given.values() if each]
+    whole = f" {' '.join(texts)} "
+    found = reading.SERVE.search(whole) or re.match(r"\s+serve(?=\s)", whole)
+    text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
+    if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
+        raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
+    text = " ".join([text, *_host_of(recipe)])
+    command = text if any(isinstance(each, str) for each in given.values()) else shlex.split(text)
+    return {"entrypoint": WORKER, "command": command} if given["entrypoint"] else {"command": command}
+
+
 def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
-    run = reading.docker_run(recipe.text, recipe.source)
     image = image_of(recipe, places)
-    entrypoints = [*reading.options_of([word.value for word in run.options], ("--entrypoint",))][-1:]
-    entrypoint, command = _in_container(recipe, entrypoints, [word.value for word in run.arguments])
-    options = [f"--label={LABEL}={image}", *(word.raw for word in without_flags(run.options, ("--entrypoint",)))]
-    if entrypoint:  # of a shell, whose text is edited as one word
-        options.append(f"--entrypoint {shlex.quote(entrypoint[0])}")
-        words = [*map(shlex.quote, command)]
-    else:
-        words = [*(word.raw for word in without_flags(_behind_serve(run.arguments, entrypoints))), *_host_of(recipe)]
-    line = f"{_in_lines(options)} \\\n    {image} \\\n    {_in_lines(words)}"
-    start = script(
-        "Builds the image of your command with Seamark's plugin in it, and runs the command with that.",
-        f"{_build(places, run.image.raw, image, run.program)} || exit",
-        text=f"{recipe.text[: run.start]} {line}{recipe.text[run.end :]}",
-    )
-    notes = ["end the container that runs now first: both want its name and its port"]
-    return _of_image({"start.sh": start}, image, run.program, notes=notes)
+    build = _build(places, image, recipe.program)
+    if is_unit := isinstance(recipe.document, Unit):  # for which it is built before
+        build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
+    text = with_image(recipe, _outside(recipe), image, [f"--label={LABEL}={image}"], build, places.image)
+    purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
+    start = script(purpose, *_own_name(recipe, text), text=elsewhere(text))
+    ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
+    if re.search(r"\b(?:docker|podman)\s+(?:container\s+)?(?:rm|stop|kill)\b", recipe.text):
+        ended.append("the image is built behind the line that ends the container: some minutes, at the first start")
+    notes = [*ended, *_folder(recipe)]
+    return _of_image({"start.sh": start}, image, recipe.program, notes=notes)
 
 
 def _container(recipe: Recipe, places: Places) -> RecipeFiles:
-    told = recipe.document
-    config, host = told["Config"], told["HostConfig"]
     image, theirs = image_of(recipe, places), shlex.quote(recipe.name)
-    entrypoint, command = _in_container(recipe, config.get("Entrypoint") or [], config.get("Cmd") or [])
-    options = [f"--name={image}", f"--label={LABEL}={image}", *_container_options(config, host)]
-    if entrypoint:
-        options.append(f"--entrypoint={entrypoint[0]}")
-        command = [*entrypoint[1:], *command]
-    words = [*map(shlex.quote, options), image, *map(shlex.quote, command)]
+    text = with_image(
+        recipe, {}, image, [f"--name={image}", f"--label={LABEL}={image}"], _build(places, image), places.image
+    )
+    build, _, run = text.partition("\n")
     start = script(
         "Builds the image of your container with Seamark's plugin in it, and runs it in the container's place.",
-        _build(places, shlex.quote(recipe.image), image),
+        build,
         _if_it_runs(places, f'[ "$(docker inspect --format "{{{{.State.Running}}}}" {theirs})" = true ]'),
         f"{_containers(image)} | xargs -r docker rm -f",
         f"docker stop {theirs}",
-        "exec docker run -d \\\n    " + " \\\n    ".join(words),
+        f"exec {run}",
     )
     return _of_image({"start.sh": start}, image, again=f"docker start {theirs}")
 
 
-def _container_options(config: Mapping[str, Any], host: Mapping[str, Any]) -> list[str]:
-    """What a container was started with, as far as `docker run` has a flag for it."""
-    options = [f"--env={each}" for each in config.get("Env") or () if not each.startswith("PATH=")]
-    options += [f"--volume={each}" for each in host.get("Binds") or ()]
-    for inside, places in (host.get("PortBindings") or {}).items():
-        for each in places or ():
-            address = f"{each['HostIp']}:" if each.get("HostIp") else ""
-            options.append(f"--publish={address}{each.get('HostPort', '')}:{inside}")
-    for flag, key, default in (
-        ("network", "NetworkMode", ("", "default", "bridge")),
-        ("ipc", "IpcMode", ("", "private", "shareable")),
-        ("runtime", "Runtime", ("", "runc")),
-        ("shm-size", "ShmSize", ("", 0, 67108864)),
-        ("memory", "Memory", ("", 0)),
-    ):
-        if (value := host.get(key, "")) not in default and value is not None:
-            options.append(f"--{flag}={value}")
-    options += [f"--ulimit={each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
-    options += [f"--device={each['PathOnHost']}" for each in host.get("Devices") or ()]
-    options += [f"--cap-add={each}" for each in host.get("CapAdd") or ()]
-    if host.get("Privileged"):
-        options.append("--privileged")
-    if (policy := (host.get("RestartPolicy") or {}).get("Name")) not in (None, "", "no"):
-        options.append(f"--restart={policy}")
-    for request in host.get("DeviceRequests") or ():
-        if any("gpu" in names for names in request.get("Capabilities") or ()):
-            ids = request.get("DeviceIDs")
-            options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
-    return options
-
-
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
+    text = with_flags(recipe.text, recipe, _outside(recipe))
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
-    return _in_environment(places, {}, purpose, text=_edited(recipe.text, recipe))
+    made = _in_environment(places, {}, purpose, *_own_name(recipe, text), text=elsewhere(text), python=recipe.python)
+    return made._replace(notes=[*made.notes, *_folder(recipe)])
+
+
+def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
+    """A drop-in with the command that hits, or with a script where it is one, or a container that has to be built."""
+    unit: Unit = recipe.document
+    inner = replace(recipe, kind=unit.kind, source=str(unit.script_path))
+    made = _WRITERS[unit.kind](inner, places)
+    is_plain = unit.kind is RecipeKind.COMMAND and not unit.script
+    line = with_flags(unit_files.command_line(unit), recipe) if is_plain else ""
+    gateway = (places.source / "deploy/systemd/seamark-gateway.service").read_text()
+    files = {} if is_plain else {unit_files.SCRIPT: [*made.files.values()][-1]}
+    files |= {DROP_IN: unit_files.drop_in(unit, line)}
+    files |= {unit_files.GATEWAY_UNIT: unit_files.gateway_unit(gateway, unit, places.out / "seamark.toml")}
+    install, notes, undo = pip_install(recipe.python, places.source), made.notes, unit_files.undo_lines(unit, LIST, RAN)
+    first = [*unit_files.places(unit), f"cd {shlex.quote(str(places.out))}"]
+    if unit.kind is RecipeKind.DOCKER:
+        build = _build(places, image_of(recipe, places), recipe.program)
+        first += [f"$sudo {build.format(base)}" for base in (places.image or recipe.image,) if base]
+        undo = [*undo, *made.undo]
+    elif recipe.python.startswith("/"):
+        first += unit_files.plugin_lines(recipe.python, install, LIST)
+        notes = [f"run.sh puts the plugin into vLLM's environment, if it is not there: {install}"]
+        undo = [*unit_files.undo_plugin_lines(recipe.python, LIST), *undo]
+    if (user := unit_files.gateway_user(unit)) != unit.user and not unit.is_of_user:
+        notes = [*notes, f"the gateway runs as {user}, since Seamark lies where others may not read it"]
+    run = script(
+        f"Puts a drop-in beside {unit.name}, and the gateway's unit; then restarts the one and starts the other.",
+        *first,
+        *unit_files.install_lines(unit, LIST, RAN, has_script=not is_plain),
+    )
+    return RecipeFiles(files, [*unit_files.places(unit), *undo], notes, run)
+
+
+def _outside(recipe: Recipe) -> Mapping[str, str]:
+    """The variables that its text is given."""
+    return recipe.document.known if isinstance(recipe.document, Unit) else os.environ
+
+
+def _own_name(recipe: Recipe, text: str) -> list[str]:
+    return [f"{OWN_NAME}={shlex.quote(os.path.abspath(recipe.source))}"] if elsewhere(text) != text else []
+
+
+def _folder(recipe: Recipe) -> list[str]:
+    looks_around = recipe.source != "the command" and HERE.search(recipe.text)
+    return ["run it from the folder that you run yours from: it names files by that"] if looks_around else []
 
 
 def _config(recipe: Recipe, places: Places) -> RecipeFiles:
-    taken = (*_TAKEN_AWAY, CACHING)
+    taken = (*TAKEN_AWAY, CACHING)
     left = {name: value for name, value in recipe.document.items() if flag_name(f"--{name}") not in taken}
     # `seamark worker` gives what is needed, and listens to this machine alone unless it is told otherwise.
     listens = {} if recipe.has("--host") else {"host": EVERYWHERE}
@@ -253,31 +274,27 @@ def _config(recipe: Recipe, places: Places) -> RecipeFiles:
     return _in_environment(places, {"model.yaml": text}, purpose, start)
 
 
-def _in_environment(places: Places, files: Mapping[str, str], purpose: str, *lines: str, text: str = "") -> RecipeFiles:
+def pip_install(python: str, folder: Path) -> str:
+    """What is typed to put the plugin into vLLM's environment."""
+    what = shlex.quote(str(folder))
+    if python.startswith("uvx"):
+        return f"uvx makes it anew each time, so put --with {what} behind uvx, or behind uv run, in worker.sh"
+    return f"{'uv pip' if python.startswith('uv ') else f'{python} -m pip'} install --no-deps {what}"
+
+
+def _in_environment(
+    places: Places, files: Mapping[str, str], purpose: str, *lines: str, text: str = "", python: str = "python3"
+) -> RecipeFiles:
     """Of a vLLM that the user's own environment has, where the plugin is installed by hand."""
-    install = f"pip install --no-deps {shlex.quote(str(places.source))}"
-    undo = 'echo "in vLLM\'s environment, if nothing else there needs it: pip uninstall vllm-seamark"'
+    install = pip_install(python, places.source)
+    uninstall = (
+        "pip uninstall vllm-seamark"
+        if "pip" not in install
+        else install.partition(" install")[0] + " uninstall vllm-seamark"
+    )
+    undo = f'echo "in vLLM\'s environment, if nothing else there needs it: {uninstall}"'
     files = {**files, "worker.sh": script(purpose, f"#   {install}", *lines, text=text)}
     return RecipeFiles(files, [undo], [f"once, in vLLM's environment: {install}"])
-
-
-def _in_container(recipe: Recipe, entrypoint: list[str], command: list[str]) -> tuple[list[str], list[str]]:
-    """Entrypoint and command of a container whose image has the worker's entrypoint, which gives what is needed.
-
-    An empty entrypoint is that one. A command that is a shell's text keeps its shell, and is given the flags itself.
-    """
-    words, split = [*entrypoint, *command], len(entrypoint) or 1
-    for number, word in enumerate(words):
-        if number and reading.serves(word):
-            words[number] = _edited(word, recipe)
-            return words[:split], words[split:]
-    left = without_flags(_behind_serve([Word(word, word) for word in command], entrypoint))
-    return [], [*(word.value for word in left), *_host_of(recipe)]
-
-
-def _behind_serve(command: Sequence[Word], entrypoint: Sequence[str]) -> Sequence[Word]:
-    """vLLM's arguments in a container's command; `vllm serve` may stand in either, or in neither."""
-    return command[reading.behind_serve([word.value for word in command], "".join(entrypoint[-1:])) :]
 
 
 def _host_of(recipe: Recipe) -> list[str]:
@@ -302,7 +319,7 @@ def _of_image(
     undo = [f"{_containers(image, program)} | xargs -r {program} rm -f", f"{program} image rm -f {image}"]
     if again:
         undo.append(f"if grep -qx '{RAN}' {LIST}; then {again} || true; fi")
-    check = f"docker run --rm --entrypoint sh {image} -c 'python3 -m engine_patches patches --check'"
+    check = f"{program} run --rm --entrypoint sh {image} -c 'python3 -m engine_patches patches --check'"
     return RecipeFiles(files, undo, [*notes, f"whether the plugin knows its vLLM: {check}"])
 
 
@@ -311,14 +328,15 @@ def _if_it_runs(places: Places, runs: str) -> str:
     return f"if {runs}; then echo '{RAN}' >> {shlex.quote(str(places.out / LIST))}; fi"
 
 
-def _build(places: Places, base: str, image: str, program: str = "docker") -> str:
-    root, base = shlex.quote(str(places.source)), places.image or base
-    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={base} -t {image} {root}"
+def _build(places: Places, image: str, program: str = "docker") -> str:
+    """Of the image that `{}` stands for."""
+    root = shlex.quote(str(places.source)).replace("{", "{{").replace("}", "}}")
+    return f"{program} build -f {root}/deploy/worker.Dockerfile --build-arg VLLM_IMAGE={{}} -t {image} {root} >&2"
 
 
 def script(purpose: str, *lines: str, text: str = "") -> str:
     """A `text` of the user's at its end runs in the shell that it names, and is not made stricter than it was."""
-    shebang, _, body = text.partition("\n") if text.startswith("#!") else ("#!/bin/sh", "", text)
+    shebang, _, body = text.partition("\n") if text.startswith("#!") else (shell_of(text), "", text)
     comments = [line.replace("\n", " ") for line in lines[:1] if line.startswith("#")]
     end = [body.strip()] if text else []
     strict = [] if text else ["set -eu"]
@@ -340,8 +358,14 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML comes without ty
     def represent_str(self, text: str) -> yaml.Node:
         return self.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
+    def represent_tagged(self, value: Tagged) -> yaml.Node:
+        node = self.represent_data(value.value)
+        node.tag = value.tag
+        return node
+
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Dumper.add_representer(Tagged, _Dumper.represent_tagged)
 
 
 def _yaml(document: Mapping[str, Any]) -> str:
@@ -357,4 +381,5 @@ _WRITERS = {
     RecipeKind.COMMAND: _command,
     RecipeKind.DOCKER: _docker,
     RecipeKind.CONTAINER: _container,
+    RecipeKind.UNIT: _unit,
 }

@@ -1,14 +1,14 @@
 """The text of a recipe, read within bounds, whoever wrote it.
 
 A file's bytes, the values of YAML with each alias written out, and what placeholders and variables fill in have a
-bound; words are split in one pass.
+bound.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,30 +20,9 @@ from proxy.errors import SettingsError
 MOST_BYTES = 2**17  # of a file; one that people run has some 2,000
 MOST_FILLED = 2**20  # characters that what is in such a file may stand for
 MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what one counts beside its characters
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]{0,2000}))?\}|(\w+))")
 
 # Of Python's format, which also takes widths of any size.
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
-
-_ENDS = " \t\r\n;&|<>()"  # of a word
-_SPACE = re.compile(r"(?:[ \t]|\\\r?\n)*+")  # between words
-# A part of a word: plain, in single quotes, in double ones, behind a backslash, or a variable.
-_PLAIN, _VALUE = rf"([^{re.escape(_ENDS)}'\"\\$]+)", r"(\$\{[^}]*\}|\$\([^)]*\)|\$(?![{(]))"
-_PART = re.compile(rf"""{_PLAIN}|'([^']*)'|"((?:[^"\\]+|\\.)*+)"|\\(.?)|{_VALUE}""", re.S)
-_IN_DOUBLE_QUOTES = 3
-
-
-class Word(NamedTuple):
-    raw: str  # as it is spelt
-    value: str  # without quotes; variables as they are
-
-
-class ServeLine(NamedTuple):
-    """A command in a text: its words lie in text[start:end]."""
-
-    words: Sequence[Word]
-    start: int
-    end: int
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
@@ -79,20 +58,46 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML comes without ty
         return node
 
 
-def read_yaml(text: str, source: str) -> dict[str, Any]:
-    """A document of fields. Raises `SettingsError` for another one, or for too many values."""
+class Tagged(NamedTuple):
+    """A value that has one of Compose's tags."""
+
+    tag: str  # such as !reset
+    value: Any
+
+
+def _tagged(loader: _Loader, name: str, node: yaml.Node) -> Any:
+    plain = type(node)(loader.resolve(type(node), node.value, (True, False)), node.value)
+    value = loader.construct_object(plain, deep=True)
+    return Tagged(f"!{name}", value) if name in ("reset", "override") else value
+
+
+_Loader.add_multi_constructor("!", _tagged)
+
+
+class TextLoader(_Loader):
+    """Takes each value as the text that it is spelt with, but nothing for nothing."""
+
+
+TextLoader.yaml_implicit_resolvers = {
+    first: [(tag, spelt) for tag, spelt in found if tag.endswith((":null", ":merge"))]
+    for first, found in _Loader.yaml_implicit_resolvers.items()
+}
+
+
+def read_yaml(text: str, source: str, loader: type[_Loader] = _Loader) -> list[dict[str, Any]]:
+    """Documents of fields, one at least. Raises `SettingsError` for others, or for too many values."""
     try:
-        document = yaml.load(text, _Loader)  # noqa: S506  # which is a safe one
-        json.dumps(document, default=str, skipkeys=True, ensure_ascii=False).encode()
+        documents = [each for each in yaml.load_all(text, loader) if each is not None]  # a safe one
+        json.dumps(documents, default=str, skipkeys=True, ensure_ascii=False).encode()
     except yaml.YAMLError as error:
         where = getattr(error, "problem_mark", None)
         raise SettingsError(f"{source} is no YAML" + (f": line {where.line + 1}" if where else "")) from None
     except Exception as error:  # such as a date that is none, or a number of more digits than Python reads
         why = error if isinstance(error, SettingsError) else type(error).__name__
         raise SettingsError(f"{source} cannot be read as YAML ({why})") from None
-    if not isinstance(document, dict):
+    if not documents or not all(isinstance(each, dict) for each in documents):
         raise SettingsError(f"{source} says nothing of how vLLM is run")
-    return document
+    return documents
 
 
 def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) -> Any:
@@ -102,6 +107,11 @@ def field_of(document: Mapping[str, Any], name: str, kind: type, source: str) ->
         words = {"dict": "a mapping (NAME: VALUE)", "list": "a list (- VALUE)", "str": "a text"}
         raise SettingsError(f"{source}: `{name}:` has to be {words[kind.__name__]}")
     return kind() if value is None else value
+
+
+def as_lines(command: str) -> str:
+    """A command of spark-vllm-docker whose lines of flags go on where no backslash says so."""
+    return re.sub(r"(?<!\\)[ \t]*\n(?=[ \t]*-)", r" \\\n", command)
 
 
 def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
@@ -116,15 +126,13 @@ def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
             raise SettingsError(f"{source}: `command:` wants {found[0]}, which `defaults:` has not")
         return str(values[found[2]])
 
-    return _fill(_PLACEHOLDER, value, [template], source)[0]
+    return fill_pattern(_PLACEHOLDER, value, [template], source)[0]
 
 
-def fill_variables(texts: Iterable[str], known: Mapping[str, str], source: str) -> list[str]:
-    """With the variables that are known here, or their defaults."""
-    return _fill(_VARIABLE, lambda found: known.get(found[1] or found[3]) or found[2] or "", texts, source)
-
-
-def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str) -> list[str]:
+def fill_pattern(
+    what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str
+) -> list[str]:
+    """Texts with each match filled. Raises `SettingsError` where that is too much."""
     left = MOST_FILLED
 
     def bounded(found: re.Match[str]) -> str:
@@ -136,33 +144,3 @@ def _fill(what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: I
         return told
 
     return [what.sub(bounded, text) for text in texts]
-
-
-def words_of(text: str, start: int, source: str) -> ServeLine:
-    """The words of a shell's command from a place in a text to its end. Raises `SettingsError` for an open quote."""
-    words: list[Word] = []
-    end = start
-    while True:
-        begin = at = _SPACE.match(text, end).end()  # type: ignore[union-attr]  # it fits nothing, too
-        if at >= len(text) or text[at] in "\r\n;&|<>()#":
-            break
-        try:
-            value, at = word_at(text, at)
-        except ValueError:
-            raise SettingsError(f"{source}: a quote behind `{text[begin : begin + 30]}` is not closed") from None
-        if text[at : at + 1] in ("<", ">") and value.isdecimal():
-            break  # the number of what is redirected
-        words.append(Word(text[begin:at], value))
-        end = at
-    return ServeLine(words, start, end)
-
-
-def word_at(text: str, at: int) -> tuple[str, int]:
-    """The word that begins there, and where it ends. Raises `ValueError` for a quote that is not closed."""
-    parts: list[str] = []
-    while at < len(text) and text[at] not in _ENDS and not text.startswith(("\\\n", "\\\r\n"), at):
-        if (found := _PART.match(text, at)) is None:
-            raise ValueError
-        part, at = found[found.lastindex or 0], found.end()
-        parts.append(re.sub(r'\\([\\"$`\n])', r"\1", part) if found.lastindex == _IN_DOUBLE_QUOTES else part)
-    return "".join(parts), at

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,24 +15,33 @@ from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from proxy.commands.outlook import Outlook, base_image, outlook
+from proxy.commands.outlook import Outlook, outlook, version_of
 from proxy.commands.parser import Parser
-from proxy.commands.recipe import EVERYWHERE, Recipe, read_recipe
+from proxy.commands.recipe import EVERYWHERE, GATEWAY_PORT, Recipe, RecipeKind
 from proxy.commands.recipe_files import LIST, MOD, Places, RecipeFiles, files_of, script
-from proxy.commands.ways import image_version, surroundings
+from proxy.commands.recipe_reader import read_recipe
+from proxy.commands.ways import surroundings
 from proxy.config_files import LOOPBACK
 from proxy.errors import SettingsError
 from proxy.printable import printable
 from proxy.version import DISTRIBUTION
 
 SETTINGS = "seamark.toml"
+EXIT_STATUSES = (
+    "Exit status: 0: with these files requests will hit; 1: they will not, or that depends on what does not show from "
+    "here; 2: the recipe cannot be read, or nothing can be written."
+)
+
+EDIT = re.compile(r"[\w./-]{0,99}(?:site-packages|dist-packages|patch)[\w./-]{0,99}")  # files put into vLLM
 RUN, UNDO, GATEWAY, GATEWAY_LOG = "run.sh", "undo.sh", "gateway.sh", "gateway.log"
 
 
 def main(argv: list[str]) -> int:
-    parser = Parser(prog="seamark setup", description="write the files to start Seamark with, and to undo that")
-    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a script, a line with `vllm serve` "
-    how += "or `docker run` in quotes, or a container's name; it is taken as it is, and nothing is asked"
+    what = "write the files to start Seamark with, and to undo that"
+    parser = Parser(prog="seamark setup", description=what, epilog=EXIT_STATUSES)
+    how = "how vLLM is run now: a recipe of spark-vllm-docker, a compose file, a systemd unit, a script, a line with "
+    how += "`vllm serve`, `docker run` or `docker compose` in quotes, or a container's name; "
+    how += "it is taken as it is, and nothing is asked"
     parser.add_argument("recipe", metavar="RECIPE", help=how)
     folder = "folder for the files (default %(default)s)"
     parser.add_argument("--out", type=Path, metavar="DIR", default="seamark-setup", help=folder)
@@ -42,17 +52,21 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         recipe = read_recipe(args.recipe, surroundings().inspect)
-        version = image_version(recipe.image) if recipe.image else ""
+        seen = outlook(recipe, version_of(recipe))  # before anything is written: it may refuse the recipe
         out, spark = (given.expanduser().resolve() for given in (args.out, args.spark))
-        places = Places(out, _checkout(args.source), spark, base_image(recipe, version))
-        seen = outlook(recipe, version)  # before anything is written: it may refuse the recipe
-        made = files_of(recipe, places)
-        _write(places.out, {**made.files, **gateway_files(recipe, made, places)}, args.force)
+        places = Places(out, _checkout(args.source), spark, seen.image)
+        after = outlook(replace(recipe, image=seen.image)) if seen.image else seen
+        waits = after.hits is False or bool(seen.image and not after.hits)  # for a change that is the user's
+        made = RecipeFiles({}) if waits or after.alone else files_of(recipe, places)
+        files = gateway_files(recipe, made, places, shadow=waits) if seen.starts else {}
+        if files:
+            _write(places.out, files, args.force)
     except (SettingsError, OSError, RuntimeError) as error:  # a home that nobody has is a RuntimeError
         print(f"seamark setup: {printable(str(error))}", file=sys.stderr)
         return 2
-    print("\n".join(map(printable, summary(recipe, seen, made, places))))
-    return 0
+    seen = seen._replace(notes=[*seen.notes, *made.notes])
+    print("\n".join(map(printable, summary(recipe, seen, after, places, list(files)))))
+    return 0 if after.hits else 1
 
 
 def source_folder() -> Path | None:
@@ -68,33 +82,67 @@ def _is_checkout(folder: Path) -> bool:
     return (folder / "deploy/compose.yaml").is_file()
 
 
-def summary(recipe: Recipe, seen: Outlook, made: RecipeFiles, places: Places) -> list[str]:
-    """What will hit, what is to be changed for that, and the commands to go on and to undo all of it."""
-    host, notes = gateway_host(recipe), [*seen.notes, *made.notes]
+def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files: Sequence[str]) -> list[str]:
+    """What will hit, what is to be changed for that, and the commands to go on and to undo all of it.
+
+    `seen`: of the recipe as it is; `after`: with the files that were written.
+    """
+    host, notes = gateway_host(recipe), list(seen.notes)
     if host not in LOOPBACK:
-        notes.append(f"the gateway listens where vLLM did ({host}), at port 8080; `seamark key NAME` makes keys for it")
+        where = f"where vLLM did ({host}), at port {recipe.gateway_port}"
+        notes.append(f"the gateway listens {where}; `seamark key NAME` makes keys for it")
+    elif recipe.gateway_port != GATEWAY_PORT:
+        notes.append(f"the gateway listens at port {recipe.gateway_port}, since {GATEWAY_PORT} stands in the recipe")
     if recipe.has("--api-key") or "VLLM_API_KEY" in recipe.environment:
         notes.append("vLLM wants a key: write it into a file, and name that in seamark.toml (worker_api_key_file)")
-    base = f"http://{'127.0.0.1' if host in (*LOOPBACK, EVERYWHERE) else host}:8080"
+    base = f"http://{'127.0.0.1' if host in (*LOOPBACK, EVERYWHERE) else host}:{recipe.gateway_port}"
+    python, written = f"  {this_python()} -m proxy.cli", f"Written to {places.out}: {', '.join(files)}"
+    lines = [f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}", *said(seen)]
+    if seen.image:
+        lines.append(f"{'These files take it' if RUN in files else 'And with it'}: {after.verdict}")
+        lines += [f"The next change: {after.change}"] if after.change else []
+        if edit := EDIT.search(f"{recipe.text}{recipe.document}"):
+            notes.append(f"{edit[0]} may edit vLLM, and is for another version: without it if vLLM does not start")
+    lines += [f"Note: {note}" for note in notes]
+    if not files:
+        return [*lines, "Nothing was written, since vLLM does not start without that change"]
+    if RUN in files:
+        lines += [
+            "More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu",
+            written,
+            "",
+            "vLLM and the gateway (or each by its own script), and in a second terminal what hits, in figures:",
+            f"  sh {shlex.quote(str(places.out / RUN))}",
+            f"{python} bench mine --base-url {base}",
+        ]
+    else:
+        shadow = "in shadow mode changes nothing, and counts what is lost"
+        lines += [
+            f"{written}; nothing for vLLM, which stays as it is",
+            "",
+            f"A gateway before it {'gives its page, keys and limits' if after.alone else shadow}:",
+            f"  sh {shlex.quote(str(places.out / GATEWAY))}",
+            f"{python} doctor --worker {gateway_worker(recipe)} --gateway {base}",
+        ]
     return [
-        f"{recipe.kind.value[0].upper()}{recipe.kind.value[1:]} for {recipe.model}",
-        seen.verdict[0].upper() + seen.verdict[1:],
-        *([f"The one change: {seen.change}{'; these files take it' if places.image else ''}"] if seen.change else []),
-        *([f"With it: {outlook(replace(recipe, image=places.image)).verdict}"] if places.image else []),
-        *(f"Note: {note}" for note in notes),
-        "More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu",
-        f"Written to {places.out}: {', '.join([*made.files, SETTINGS, GATEWAY, RUN, UNDO])}",
-        "",
-        "vLLM and the gateway (or each by its own script), and in a second terminal what hits, in figures:",
-        f"  sh {shlex.quote(str(places.out / RUN))}",
-        f"  {this_python()} -m proxy.cli bench mine --base-url {base}",
+        *lines,
         "",
         f"Clients:    base_url {base}/v1",
         f"Live page:  {base}/ui",
         "",
-        "Off again, without a trace:",
+        "Off again; it says what it leaves:",
         f"  sh {shlex.quote(str(places.out / UNDO))}",
     ]
+
+
+def said(seen: Outlook) -> list[str]:
+    """The verdict on a recipe, what it waits for or depends on, and the command that tells that."""
+    lines = [seen.verdict[0].upper() + seen.verdict[1:]]
+    if seen.ask:
+        lines.append(f"This tells it: {seen.ask}")
+    if seen.change:
+        lines.append(f"{'If it is another' if seen.ask else 'The one change'}: {seen.change}")
+    return lines
 
 
 def _checkout(given: Path | None) -> Path:
@@ -106,19 +154,35 @@ def _checkout(given: Path | None) -> Path:
     return source
 
 
-def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places) -> dict[str, str]:
-    """What starts the gateway before what was made of a recipe, and what undoes both."""
+def gateway_files(recipe: Recipe, made: RecipeFiles, places: Places, *, shadow: bool) -> dict[str, str]:
+    """What was made of a recipe, what starts the gateway before it, and what undoes both."""
+    start = [*made.files][-1:]
+    runs_both = {GATEWAY_LOG: "", RUN: made.run or run_script(places, start[0])} if start else {}
+    undo = [*made.undo, *left_behind(recipe, places)] if start else []
+    at = gateway_worker(recipe), gateway_host(recipe), recipe.gateway_port
     return {
-        SETTINGS: gateway_toml(gateway_worker(recipe), gateway_host(recipe)),
+        **made.files,
+        SETTINGS: gateway_toml(*at, shadow=shadow),
         GATEWAY: script(
             "The gateway, in the environment that wrote this file. "
             f"A flag behind this script's name wins over {SETTINGS}.",
             f'exec {this_python()} -m proxy.cli serve --config {shlex.quote(str(places.out / SETTINGS))} "$@"',
         ),
-        GATEWAY_LOG: "",
-        RUN: run_script(places, [*made.files][-1]),
-        UNDO: undo_script(places, made.undo),
+        **runs_both,
+        UNDO: undo_script(places, undo),
     }
+
+
+def left_behind(recipe: Recipe, places: Places) -> list[str]:
+    """Lines of `undo.sh` that say what stays of what vLLM ran with, and how to remove it."""
+    built, docker = bool(recipe.image) and recipe.kind is not RecipeKind.SPARK, recipe.program
+    left = {
+        f"what was cached while the image was built: {docker} builder prune": built,
+        f"the image {places.image}: {docker} image rm {places.image}": places.image,
+        "what vLLM compiled, which it makes anew: rm -r ~/.cache/vllm/torch_compile_cache": not built
+        or "/.cache/vllm" in f"{recipe.text}{recipe.document}",
+    }
+    return [f"echo {shlex.quote(f'It leaves {what}')}" for what, applies in left.items() if applies]
 
 
 def gateway_host(recipe: Recipe) -> str:
@@ -128,21 +192,21 @@ def gateway_host(recipe: Recipe) -> str:
 
 def gateway_worker(recipe: Recipe) -> str:
     """The URL by which a gateway on this machine finds the vLLM."""
-    host = "127.0.0.1" if recipe.host in (*LOOPBACK, EVERYWHERE, "::") else recipe.host
+    host = "127.0.0.1" if recipe.host in ("localhost", EVERYWHERE, "::") else recipe.host
     return f"http://{f'[{host}]' if ':' in host else host}:{recipe.port}"
 
 
-def gateway_toml(worker: str, host: str) -> str:
-    """The gateway's settings file. `worker`: URL of the vLLM; `host`: where the gateway listens."""
+def gateway_toml(worker: str, host: str, port: int = GATEWAY_PORT, *, shadow: bool = False) -> str:
+    """The gateway's settings file. `worker`: URL of the vLLM; `host` and `port`: where the gateway listens."""
     return f"""\
 # Settings of the gateway. Every flag of `seamark serve --help` can stand here, with _ in place of -.
 # vLLM servers, one or several.
 worker = {json.dumps([worker])}
 # Where clients find the gateway. 0.0.0.0 opens it to the network; then give it keys (`seamark key NAME`, api_keys).
 host = {json.dumps(host)}
-port = 8080
+port = {port}
 # What would be saved, and nothing changed: true.
-shadow = false
+shadow = {json.dumps(shadow)}
 # A file with the API key that vLLM wants, if it wants one.
 #worker_api_key_file = "/path/to/key"
 """

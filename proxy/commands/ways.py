@@ -41,6 +41,7 @@ class FoundWay(NamedTuple):
 
     way: Way
     name: str = ""
+    image: str = ""
 
 
 class Surroundings(NamedTuple):
@@ -109,9 +110,11 @@ def _in_docker(told: Any) -> FoundWay:
     except (KeyError, TypeError, AttributeError):
         return FoundWay(Way.DOCKER)
     if service:
-        return FoundWay(Way.COMPOSE, str(service))
+        return FoundWay(Way.COMPOSE, str(service), image)
     # What its scripts call the image and the container unless they are told otherwise.
-    return FoundWay(Way.SPARK) if image.startswith("vllm-node") or name == "vllm_node" else FoundWay(Way.DOCKER, name)
+    if image.startswith("vllm-node") or name == "vllm_node":
+        return FoundWay(Way.SPARK, image=image)
+    return FoundWay(Way.DOCKER, name, image)
 
 
 def image_version(image: str) -> str:
@@ -127,6 +130,14 @@ def image_version(image: str) -> str:
     version = variables.get("VLLM_VERSION") or (labels.get("version", "") if own else "")
     found = re.fullmatch(r"v?(\d{1,6}\.\d{1,6}[\w.+]{0,32})", version, re.ASCII)
     return found[1] if found else ""
+
+
+def environment_version(python: str) -> str:
+    """Of the vLLM that an environment has, by its folders, "" without; nothing in it is run."""
+    path = Path(os.path.expanduser(python))
+    packages = "lib/python3*/site-packages/vllm-*.dist-info"
+    found = list(path.parents[1].glob(packages)) if path.is_absolute() and len(path.parents) > 1 else []
+    return found[0].name.removeprefix("vllm-").removesuffix(".dist-info") if len(found) == 1 else ""
 
 
 def _docker_inspect(*asked: str) -> Mapping[str, Any] | None:

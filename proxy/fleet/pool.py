@@ -475,7 +475,7 @@ class WorkerPool:
     def _set_up(self, worker: Worker, up: bool, words: str) -> None:
         """`words`: what it serves, or why it is down. They are logged when they change, not with each health check."""
         if (up, words) != (worker.up, worker.words):
-            level = logging.INFO if up else logging.WARNING
+            level = logging.INFO if up and not worker.other_version else logging.WARNING
             state = "" if words.startswith(ASLEEP) else "up: " if up else "down: "
             logger.log(level, "worker %s is %s%s", worker.name, state, words)
             worker.words = words

@@ -192,7 +192,8 @@ class Probed:
         if engine is not None:
             serves += f"patched (Seamark {engine.version}, match unit {engine.match_unit} tokens)"
             serves += f", but its reports cannot be read: {reports.why_not}" if reports.why_not else ""
-            return serves + (f", but it gets no hints: {engine.refused}" if engine.refused else "")
+            serves += f", but it gets no hints: {engine.refused}" if engine.refused else ""
+            return serves + (f"; {engine.other_version}" if engine.other_version else "")
         if other := self.metrics.other_release:
             return f"{serves}it gets no hints: {other}"
         if why := reports.why_not:

@@ -250,6 +250,11 @@ class Worker:
         return engine.refused if engine is not None else self.probed.metrics.other_release
 
     @property
+    def other_version(self) -> str:
+        """In words, that its plugin is of another version of this release; empty if it is not."""
+        return self.engine.other_version if self.engine is not None else ""
+
+    @property
     def drafts(self) -> bool:
         """Whether speculative decoding is on, and no plugin says what it makes of hints beside it."""
         return self.probed.metrics.drafts and self.probed.metrics.engine is None

@@ -65,6 +65,15 @@ class EngineInfo:
     drafts: str = ""  # whether hints are in use beside its drafts: `worker.DRAFT_STATES`; empty: none
 
     @property
+    def other_version(self) -> str:
+        """In words, that the plugin is of another version than this gateway; empty if it is of the same.
+
+        One that was built without its commit is of every commit.
+        """
+        is_same = all(mine == its for mine, its in zip(version().split("+"), self.version.split("+"), strict=False))
+        return "" if is_same else f"{_differing(self.version)}: install both from one version"
+
+    @property
     def loads_prefills(self) -> bool:
         """Whether a prompt that another worker computes can be handed over, bound to its contents."""
         return self.lane == BEST_LANE and not NIXL.isdisjoint(self.connector.split("+"))
@@ -185,4 +194,8 @@ def _other_release(found: str) -> str:
     """In words, that a plugin is of another release than this gateway; empty if it is of the same."""
     if found.split(".")[:2] == version().split(".")[:2]:
         return ""
-    return f"its plugin is Seamark {found or 'of unknown version'}, this gateway {version()}: update the plugin"
+    return f"{_differing(found)}: update the plugin"
+
+
+def _differing(found: str) -> str:
+    return f"its plugin is Seamark {found or 'of unknown version'}, this gateway {version()}"

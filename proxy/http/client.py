@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import aiohappyeyeballs
 from cachetools import TTLCache
 
-from proxy.http.connection import Answer, Broken, Connection, Headers, Malformed, Silent, Stale
+from proxy.http.worker_connection import Answer, Broken, Headers, Malformed, Silent, Stale, WorkerConnection
 
 __all__ = ["Answer", "Broken", "Headers", "Malformed", "Silent", "Stale"]
 
@@ -36,9 +36,7 @@ MORE_HEADER_BYTES = 8192
 MOST_OWN_BYTES = 2**26  # of an answer to one of the gateway's own requests
 
 CHECK_SECONDS = 0.25  # between two looks at all connections: so exactly are bounds of time held
-
 NAME_SECONDS = 10.0  # that the addresses of a name are believed
-
 NEXT_ADDRESS_SECONDS = 0.25  # that one address may take before the next one is tried beside it (RFC 8305, 5)
 
 
@@ -61,8 +59,8 @@ class Upstream:
         """`connect_timeout` in seconds; `max_header_bytes`: of a request; `api_key`: the workers', for own requests."""
         self._connect_timeout = connect_timeout
         self._most_head = max_header_bytes + MORE_HEADER_BYTES
-        self._open: set[Connection] = set()
-        self._idle: defaultdict[str, list[Connection]] = defaultdict(list)  # by scheme, host and port
+        self._open: set[WorkerConnection] = set()
+        self._idle: defaultdict[str, list[WorkerConnection]] = defaultdict(list)  # by scheme, host and port
         self._names: TTLCache[str, list[Any]] = TTLCache(1024, NAME_SECONDS)  # their addresses, by place
         self._checking: asyncio.TimerHandle | None = None
         self._credentials: dict[str, tuple[bytes, bytes]] = {}  # header, by address
@@ -94,7 +92,7 @@ class Upstream:
         head = _head(first, headers, len(body) if has_body else None)
         connection = await self._connection(f"{scheme}://{host}", fresh)
         if connection.is_stale():
-            connection.close()
+            connection.end(None)
             raise (Stale if connection.was_kept else Unreachable)("it closes connections, or speaks before it is asked")
         return await connection.ask(head, body, read_timeout, is_head=method == "HEAD", may_repeat=not has_body)
 
@@ -136,7 +134,7 @@ class Upstream:
         if self._checking is not None:
             self._checking.cancel()
         for connection in [*self._open]:
-            connection.close()
+            connection.end(Broken("the gateway stops"))
         await asyncio.sleep(0)  # the loop closes them
 
     def _authorized(self, url: str, headers: Headers) -> Headers:
@@ -145,7 +143,7 @@ class Upstream:
                 return [*(each for each in headers if each[0] != credentials[0]), credentials]
         return headers
 
-    async def _connection(self, place: str, fresh: bool) -> Connection:
+    async def _connection(self, place: str, fresh: bool) -> WorkerConnection:
         """The one that became idle last, so that the others may end, or a new one. Raises `Unreachable`."""
         idle = self._idle[place]
         if idle and not fresh:
@@ -157,7 +155,7 @@ class Upstream:
             kind = Refused if number == errno.ECONNREFUSED else Unreachable
             raise (Exhausted if _is_own_shortage(error) else kind)(self._why_not(error, number)) from error
 
-    async def _dial(self, place: str, idle: list[Connection] | None) -> Connection:
+    async def _dial(self, place: str, idle: list[WorkerConnection] | None) -> WorkerConnection:
         """A new one. Of several addresses, those of IPv6 and IPv4 are tried alternately (RFC 8305, 4 and 5)."""
         loop, parts = asyncio.get_running_loop(), urlsplit(place)
         is_tls, host = parts.scheme == "https", parts.hostname or ""
@@ -171,17 +169,17 @@ class Upstream:
             made = await aiohappyeyeballs.start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_SECONDS)
             tls: Any = {"ssl": _tls(), "server_hostname": host.rstrip(".")} if is_tls else {}
             _, connection = await loop.create_connection(
-                lambda: Connection(self._most_head, idle, self._open), sock=made, **tls
+                lambda: WorkerConnection(self._most_head, idle, self._open), sock=made, **tls
             )
         if self._checking is None:
             self._check()
         return connection
 
     def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._checking = loop.call_later(CHECK_SECONDS, self._check) if self._open else None
         for connection in [*self._open]:
             connection.check()
-        is_over = not self._open
-        self._checking = None if is_over else asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check)
 
     def _why_not(self, error: Exception, number: int | None) -> str:
         """Why there is no connection, in the words of an operator."""

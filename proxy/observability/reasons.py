@@ -71,7 +71,7 @@ REASON_TEXT = {
         "Nothing for a single request. If all of a client end so, run `seamark boundary` on one of them.",
     ),
     "no_facts": ReasonText(
-        "template not known yet",
+        "template not learnt yet",
         "The gateway has not learnt this chat template yet, or the worker renders no chat for it, so vLLM was "
         "not told where the shared part ends.",
         "Wait for a minute after a worker's start. If it stays so, `seamark doctor --worker URL` says what is missing.",

@@ -66,6 +66,10 @@ NO_ROUTE = (404, 405, 501)
 NOT_RENDERED = (400, 422, 500)  # what a template refuses
 EVENT_STREAM = "text/event-stream"
 
+# How vLLM ends its word that a stored response is not there, and what it leaves out.
+NOT_THERE = b"' not found."
+HOW_STORED = b" vLLM stores responses if it is started with VLLM_ENABLE_RESPONSES_API_STORE=1: all of them, in memory."
+
 # Headers of a chat that say something else of a message.
 NOT_OF_MESSAGES = ("content-length", "content-encoding", "content-type")
 
@@ -322,6 +326,8 @@ class ResponseRelay:
             await exchange.send({"type": "http.response.body", "body": b""})
             return
         body = b"".join(collected)
+        if response.status == 404 and exchange.response_id is not None and not self._settings.shadow:
+            body = body.replace(NOT_THERE, NOT_THERE + HOW_STORED, 1)
         headers = _response_headers(exchange, response)
         if response.status == 200:
             try:

@@ -18,6 +18,7 @@ from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
 from proxy.observability.totals import SLOTS, SLOTS_OF_MINUTE, Totals
+from proxy.version import version
 
 if TYPE_CHECKING:
     from proxy.fleet.self_check import SelfCheck
@@ -36,6 +37,7 @@ def _of_both(gateway: Gateway) -> dict[str, Any]:
     check = gateway.self_check
     is_checked = bool(gateway.settings.self_check_interval)
     return {
+        "version": version(),
         "since": gateway.created,
         "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
         "warnings": warnings(gateway),
@@ -71,6 +73,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         **_of_both(gateway),
         "now": time.time(),
         "alarms": alarms(gateway),
+        "api_port": gateway.settings.port if gateway.settings.admin_port is not None else None,  # None: the page's own
         "seconds_saved": time_saved.net,
         "time": {
             "saved": time_saved.saved,
@@ -177,6 +180,7 @@ def warnings(gateway: Gateway) -> list[str]:
     """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
     sentences = [f"Worker {worker.name} gets no hints: {worker.refused}." for worker in up if worker.refused]
+    sentences += [f"Worker {worker.name}: {worker.other_version}." for worker in up if worker.other_version]
     for worker in up:
         if worker.draft_state == TRIAL:
             so_far = f" ({worker.trial_figures})" if worker.trial_figures else ""
@@ -189,8 +193,8 @@ def warnings(gateway: Gateway) -> list[str]:
     ]
     if gateway.settings.shadow:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
-        counted = "what the plugin would save is counted as with hints beside that"
-        drafting = f"drafts: {counted}, which it gives once they have stood a trial at each start"
+        counted = "what the plugin would save is counted as if it used hints with drafts"
+        drafting = f"drafts: {counted}, which it does once they have passed a trial, at each start"
         sentences += [f"Worker {worker.name} {drafting}." for worker in up if worker.drafts]
     else:
         for worker in up:

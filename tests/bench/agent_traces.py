@@ -38,7 +38,10 @@ SHAREABLE = 512  # tokens; with more of them a request must not get less than fr
 
 NEAR_END = 64  # tokens: a request that follows another one to here continues it
 
-FLAGS = ("--max-model-len", "131072", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+FLAGS = (
+    *("--block-size", "1600", "--max-model-len", "131072"),  # blocks of Qwen3.8-27B's size
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+)
 
 ENVIRONMENT = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
 

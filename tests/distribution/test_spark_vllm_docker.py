@@ -150,7 +150,7 @@ def checkout(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("spark-vllm-docker")
     for name in ("mods", "recipes"):
         (made / name).mkdir()
-    subprocess.run(["bash", str(MAKE_MOD), str(made)], check=True)
+    subprocess.run(["bash", str(MAKE_MOD), str(made), "seamark-qwen3.6-35b"], check=True)
     return made
 
 
@@ -159,14 +159,13 @@ def mod(checkout) -> Path:
     return checkout / "mods" / "seamark"
 
 
-def test_a_checkout_gets_one_folder_and_recipes_and_nothing_else(checkout):
+def test_a_checkout_gets_one_folder_and_the_recipe_that_is_named_and_nothing_else(checkout):
     files = {str(path.relative_to(checkout)) for path in checkout.rglob("*") if path.is_file()}
-    recipes = {f"recipes/{path.name}" for path in (DEPLOY / "spark-vllm-docker/recipes").iterdir()}
     assert files == {
         "seamark.sha256",
         "mods/seamark/run.sh",
         f"mods/seamark/vllm_seamark-{version()}-py3-none-any.whl",
-        *recipes,
+        "recipes/seamark-qwen3.6-35b.yaml",
     }
 
 

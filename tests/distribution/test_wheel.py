@@ -6,6 +6,7 @@ Nobody who lacks a part reads a traceback: one line names it, and the command th
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -22,9 +23,13 @@ from packaging.requirements import Requirement
 
 from proxy.bench.menu import BENCHMARKS
 from proxy.cli import INSTALL_GATEWAY
+from proxy.version import version
 from tests.harness.helm import render
 
 ROOT = Path(__file__).parents[2]
+COMMIT = "0123456789abcdef"
+RELEASE = version().partition("+")[0]
+BUILT = f"{RELEASE}+g{COMMIT[:9]}" if ".dev" in RELEASE else RELEASE
 
 COMMANDS = ("serve", "setup", "key", "worker", "model", "boundary", "doctor", "gpu-check", "bench")
 
@@ -78,7 +83,7 @@ def build(folder: Path, *packages: str, changed_by: Path | None = None) -> Path:
     """
     source, built = folder / "source", folder / "wheel"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in packages:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -86,7 +91,7 @@ def build(folder: Path, *packages: str, changed_by: Path | None = None) -> Path:
         (expression,) = re.findall(r"\bsed -i '([^']+)' \S*pyproject\.toml", changed_by.read_text())
         subprocess.run(["sed", "-i", expression, source / "pyproject.toml"], check=True)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", built, source]
-    subprocess.run(command, check=True, timeout=300)
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "SEAMARK_COMMIT": COMMIT})
     return next(built.glob("*.whl"))
 
 
@@ -155,6 +160,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_holds_the_two_packages_and_their_data_and_no_tests(wheel):
     with zipfile.ZipFile(wheel) as archive:
         files = set(archive.namelist())
+    assert wheel.name == f"vllm_seamark-{BUILT}-py3-none-any.whl"
     shipped = {name for name in files if not name.partition("/")[0].endswith(".dist-info")}
     assert {name.partition("/")[0] for name in shipped} == {"proxy", "engine_patches"}
     of_source = (path for package in ("proxy", "engine_patches") for path in (ROOT / package).rglob("*.py"))
@@ -244,7 +250,8 @@ def test_the_workers_image_has_the_plugins_commands_and_names_the_half_it_lacks(
     for name, (_, status, out, err) in zip(lines, run_in(image, *lines.values()), strict=True):
         assert "Traceback" not in out + err, err
         if name in ("patches", "version"):
-            assert status == 0 and ("block-copy" if name == "patches" else "the plugin alone") in out
+            assert status == 0
+            assert ("block-copy" if name == "patches" else f"{BUILT} (vllm-seamark, the plugin alone)") in out
         elif name in ("worker", "model", "gpu-check"):
             assert status == (3 if name == "gpu-check" else 1) and not out, (name, status, out, err)
             assert "is not installed here" in err and err.count("\n") == 1, err

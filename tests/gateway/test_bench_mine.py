@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,14 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from proxy.bench import mine
-from proxy.bench.mine import MinedPair, MinedReply, Stack, plan_for, verdict
+from proxy.bench.mine import PAIR, MinedReply, Stack, verdict
 from proxy.boundaries.divergence import common_prefix
 from proxy.commands.render_server import free_port
 from tests.harness.recording_worker import serving
 
 TOKEN = b'data: {"choices": [{"index": 0, "delta": {"content": "Tide."}}]}\n\n'
 
-SMALL = ("--lengths", "50", "200", "--pairs", "2")
+SMALL, REQUESTS = ("--lengths", "50", "200", "--pairs", "2"), 2 + 2 * 4 + 4 + 4
 
 
 @dataclass(eq=False)
@@ -136,9 +137,13 @@ def test_a_server_that_caches_hits_and_the_plan_is_kept(server, ran):
     said = ran()
     assert said.verdict.startswith("A second request with the same system prompt hits: 100% of it")
     assert "model tide-7b" in said.out and said.out.count("100%") == 3 and said.drafts == "no drafts"
-    plan = mine.MinePlan((50, 200), 2)
-    assert f"sends {len(server.requests)} requests" in said.err and len(server.requests) == plan.requests
-    assert plan.tokens <= sum(len(prompt) for prompt in server.prompts) <= 1.5 * plan.tokens
+    first, *lines = said.err.splitlines()
+    assert f"{REQUESTS} requests with about 2,900 prompt tokens" in first and len(server.requests) == REQUESTS
+    assert 2900 <= sum(len(prompt) for prompt in server.prompts) <= 1.5 * 2900
+    told = re.compile(r" *(.+): [\d,]+ of [\d,]+ tokens found, first token after [\d.]+ s")
+    found = [told.fullmatch(line)[1] for line in lines]
+    shapes = ("pair at 50 tokens", "pair at 200 tokens", "fan-out at 200 tokens", "conversation at 200 tokens")
+    assert Counter(found) == {"a short prompt": 2, **dict.fromkeys(shapes, 4)}
     systems = [request["messages"][0]["content"] for request in server.requests]
     assert [systems.count(one) for one in dict.fromkeys(systems)] == [1, 1, 2, 2, 4, 4, 2, 2]  # every prefix is new
 
@@ -168,9 +173,9 @@ def test_the_lengths_asked_for_are_met_by_the_servers_own_count(ran):
     (stack,) = json.loads(ran("--json").out)["stacks"]
     shared = {name: entry["shared"] for name, entry in stack["lengths"].items()}
     assert shared == {"50": pytest.approx(50, abs=3), "200": pytest.approx(200, abs=3)}
-    turns = [turn["prompt_tokens"] for turn in stack["conversation"]]
-    assert turns == sorted(turns) and stack["conversation"][-1]["cached_tokens"] >= turns[-2]
-    assert len(stack["fan_out"]) == mine.FAN_OUT
+    (conversation,) = (each["replies"] for each in stack["rounds"] if each["shape"] == "conversation")
+    turns = [turn["prompt_tokens"] for turn in conversation]
+    assert turns == sorted(turns) and conversation[-1]["cached_tokens"] >= turns[-2]
 
 
 def test_two_stacks_are_asked_in_turns_and_side_by_side(server, ran):
@@ -240,13 +245,15 @@ def test_time_that_runs_out_leaves_what_there_is(server, ran, answered, minutes,
     assert done.status == status and said in done.err and ("hits: 100%" in done.verdict) == (status == 0)
 
 
-def test_a_context_leaves_out_the_lengths_that_do_not_fit():
-    assert plan_for([SimpleNamespace(context=4096)], (500, 2000, 6000), 3).lengths == (500, 2000)
+def test_a_quick_look_is_a_dozen_requests_of_every_shape_at_a_length_that_fits_the_context(server, ran):
+    server.context = 4096
+    said = ran("--quick", "--lengths", "2000", "6000", short=False)
+    assert "hits: 100%" in said.verdict and len(server.requests) == 12
 
 
 def test_accepted_drafts_are_those_of_this_run_and_unknown_where_counters_are_hidden(server, ran):
     server.drafts = (10, 17)
-    steps = 10 * (mine.MinePlan((50, 200), 2).requests - 2)  # those that probe come before
+    steps = 10 * (REQUESTS - 2)  # those that probe come before
     assert ran().drafts == f"drafts: 1.70 accepted per step, of {steps:,} steps"
     server.workers = (f"http://127.0.0.1:{free_port()}",)
     assert ran().drafts.startswith("drafts: not known")
@@ -259,20 +266,20 @@ def test_a_gateways_workers_count_drafts_and_get_no_key_of_its_own(server, url, 
     with serving(gateway) as gateway_url:
         gateway.requests = server.requests  # what it answers, its worker counts
         (stack,) = json.loads(ran("--json", of=gateway_url).out)["stacks"]
-    steps = 10 * (mine.MinePlan((50, 200), 2).requests - 2)
+    steps = 10 * (REQUESTS - 2)
     assert stack["drafts"] == {"steps": steps, "tokens": steps // 2, "accepted_per_step": 0.5}
     assert gateway.keys == ["Bearer right"] * 2 and server.keys == [None] * 2
 
 
-def pair(cold: float, warm: float, cached: int | None = None, tokens: int = 1, last: float = 0.0) -> MinedPair:
+def pair(cold: float, warm: float, cached: int | None = None, tokens: int = 1, last: float = 0.0) -> mine.Round:
     first = MinedReply(1010, cached and 0, cold, "", tokens, cold + 1)
-    return MinedPair(first, MinedReply(1010, cached, warm, "", tokens, last))
+    return first, MinedReply(1010, cached, warm, "", tokens, last)
 
 
-def measured(pairs: list[MinedPair]) -> Stack:
+def measured(pairs: list[mine.Round], name: str = "") -> Stack:
     """A stack that has answered these."""
-    stack = Stack("http://a", "tide-7b", None)
-    stack.measured.bare, stack.measured.pairs = 10, {1000: pairs}
+    stack = Stack("http://a", "tide-7b", None, name)
+    stack.bare, stack.rounds[PAIR], stack.reported = 10, {1000: pairs}, pairs[0][1].cached_tokens is not None
     return stack
 
 
@@ -282,14 +289,7 @@ def measured(pairs: list[MinedPair]) -> Stack:
         ([pair(1.0, 0.3)], ["does hit"]),  # without reports time tells
         ([pair(1.0, 0.9)], ["time shows none"]),
         ([pair(0.010, 0.005)], ["time shows none"]),  # both are over before one could tell
-        (
-            [pair(1.1, 0.2, 990), pair(1.0, 1.0, 0)],
-            [
-                "99% of it in this stack's cache and 0% in the other's",
-                "0.20 times as long",
-                "the first request's 1.10 times.",
-            ],
-        ),
+        ([pair(1.1, 0.2, 990), pair(1.0, 1.0, 0)], ["99% of it", " 0% in", "0.20 times", "the first request's 1.10"]),
     ],
     ids=["hits", "none", "too soon", "two"],
 )
@@ -301,7 +301,8 @@ def test_a_verdict_is_read_off_reports_or_times(pairs, said):
 def test_speeds_leave_the_first_token_out_and_stand_beside_first_tokens_and_in_the_verdict():
     # Held back and sent at once, tokens have no speed.
     assert MinedReply(1010, 990, 2.0, "", 31, 2.001).tokens_per_second is None
-    stacks = [measured([pair(1.0, 0.5, 990, tokens, last) for last in (1.0, 1.5, 9.0)]) for tokens in (41, 21)]
+    three = [[pair(1.0, 0.5, 990, tokens, last) for last in (1.0, 1.5, 9.0)] for tokens in (41, 21)]
+    stacks = [measured(three[0], "this"), measured(three[1], "other")]
     lines = mine.table(stacks).splitlines()
     rows = [line.split()[-2:] for line in lines if line.startswith(("this  ", "other  "))]
     assert [row for row in rows if row[0][0].isdigit()] == [["40.0", "40.0"], ["20.0", "20.0"]]

@@ -107,7 +107,7 @@ async def judged(gateway: InMemoryGateway, requests: int) -> dict[str, Any]:
     ("plugin", "reason", "warned"),
     [
         ({"patched": True, "refused": "a layer slides"}, "hint_ignored", "no hints: a layer slides"),
-        ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "have stood a trial"),
+        ({"more_metrics": "vllm:spec_decode_num_drafts_total 0.0\n"}, "unpatched", "have passed a trial"),
     ],
 )
 async def test_nothing_is_promised_of_a_plugin_that_would_refuse_the_hints(in_memory, bare, plugin, reason, warned):
@@ -257,7 +257,7 @@ def test_a_start_names_version_addresses_and_each_worker_with_what_it_runs(fleet
     assert f"Seamark {version()}" in start
     assert f"base_url {gateway.url}/v1 " in start and f"live page {gateway.url}/ui" in start
     (patched,), (unpatched,) = lines(gateway, f"worker {worker.url[7:]} "), lines(gateway, f"worker {bare.url[7:]} ")
-    assert "serves m; vLLM 0.32.0; patched (Seamark 0.3.0, match unit 16 tokens)" in patched
+    assert f"serves m; vLLM 0.32.0; patched (Seamark {version()}, match unit 16 tokens)" in patched
     assert "serves n; vLLM 0.32.0; not patched" in unpatched and f"seamark doctor --worker {bare.url}" in unpatched
 
 
@@ -337,7 +337,7 @@ FORGED = "\n2026-11-25 23:00:00,000 INFO seamark.gateway forged"
 
 @pytest.fixture
 def evil():
-    with recording_worker(version="0.3.0" + EVIL, connector="C" + EVIL, refused="why" + EVIL) as started:
+    with recording_worker(version=version() + EVIL, connector="C" + EVIL, refused="why" + EVIL) as started:
         started.models = ("m", "evil" + EVIL, "evil" + FORGED)
         yield started
 

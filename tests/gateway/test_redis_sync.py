@@ -342,9 +342,10 @@ async def test_while_the_worker_of_a_response_is_not_ready_nobody_says_that_ther
 async def test_a_response_that_no_worker_knows_is_sought_once_at_each(in_memory, workers):
     gateway = await in_memory(*workers)
     continued = {**ASK, "previous_response_id": "resp_1"}
-    for method, path, body in (("GET", "/resp_1", {}), ("POST", "", continued)):
+    cure = "VLLM_ENABLE_RESPONSES_API_STORE=1"
+    for method, path, body, words in (("GET", "/resp_1", {}, "resp_1"), ("POST", "", continued, cure)):
         answer = await ask(gateway, method, path, **body)
-        assert answer.status_code == 404 and "resp_1" in answer.json()["error"]["message"]
+        assert answer.status_code == 404 and words in answer.json()["error"]["message"]
     assert [asked_for(worker) for worker in workers] == [["resp_1"] * 2] * 3
 
 

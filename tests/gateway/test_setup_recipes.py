@@ -23,14 +23,14 @@ from tests.harness.waiting import wait_for
 # In the shapes in which they are published: one small file each, in words of our own.
 RECIPES = Path(__file__).parents[1] / "data" / "recipes"
 
-# Whether they hit as they are. What is said of each, and written for it: tests/unit/commands.
+# How the verdict on each begins as it is, and with what is written. What is said and written: tests/unit/commands.
 HITS = {
-    "qwen3.8-27b-dflash2.yaml": True,
-    "glm-5.3-flash.yaml": False,
-    "qwen3.6-35b-playbook.sh": False,
-    "qwen3.8-27b-compose.yaml": True,
-    "granite-4-compose.yaml": True,
-    "falcon-h1.sh": True,
+    "qwen3.8-27b-dflash2.yaml": ("will hit from request 2 on if", 1),
+    "glm-5.3-flash.yaml": ("no hits by Seamark", 1),
+    "qwen3.6-35b-playbook.sh": ("no hits yet", 0),
+    "qwen3.8-27b-compose.yaml": ("will hit from request 2 on:", 0),
+    "granite-4-compose.yaml": ("will hit from request 2 on if", 1),
+    "falcon-h1.sh": ("will hit from request 2 on:", 0),
 }
 
 # A `docker run` of a playbook, as Docker tells it of a container.
@@ -76,7 +76,7 @@ class Machine:
             self.answer(name)
         shutil.copytree(DEPLOY / "spark-vllm-docker", self.source / "deploy/spark-vllm-docker")
         shutil.copy(DEPLOY / "compose.yaml", self.source / "deploy")
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
+        for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
             (self.source / name).touch()
         # In place of pip, whose wheel is a real one in tests/distribution.
         self.program(self.bin / "python3", "python3", 'date +%N > "$7/vllm_seamark-1-py3-none-any.whl"')
@@ -132,11 +132,11 @@ def test_what_a_recipe_will_do_is_said_and_all_that_was_written_is_undone(name, 
     for each in ("mods/seamark/run.sh", f"recipes/seamark-{name}", "recipes/seamark-glm-5.3-flash.yaml"):
         (machine.spark / each).parent.mkdir(exist_ok=True)
         (machine.spark / each).write_text("the user's")
-    before = machine.files()
-    assert doctor.main(["--recipe", str(path)]) == (0 if HITS[name] else 1)
-    verdict = capsys.readouterr().out
-    assert verdict.startswith("will hit" if HITS[name] else "no hits yet") and machine.files() == before
-    assert machine.setup(str(path)) == 0 and (machine.out / "seamark.toml").exists()
+    before, (verdict, status) = machine.files(), HITS[name]
+    assert doctor.main(["--recipe", str(path)]) == (0 if verdict.endswith(":") else 1)
+    assert capsys.readouterr().out.startswith(verdict) and machine.files() == before
+    assert machine.setup(str(path)) == status and (machine.out / "seamark.toml").exists()
+    assert (machine.out / "run.sh").exists() == ("Seamark" not in verdict)
     for script in machine.out.glob("*.sh"):
         subprocess.run(["sh", "-n", str(script)], check=True)
     if (machine.out / "start.sh").exists():
@@ -158,7 +158,7 @@ def test_two_recipes_of_one_name_share_nothing_and_undo_starts_what_ran(machine,
     named = []
     for number in (1, 2):
         machine.out = tmp_path / f"out {number}"
-        assert machine.setup(str(RECIPES / "granite-4-compose.yaml")) == 0
+        assert machine.setup(str(RECIPES / "granite-4-compose.yaml")) == 1
         machine.run("start.sh")
         asked = machine.run("undo.sh")
         assert ["up", "-d"] in [each[4:6] for each in asked] and not machine.out.exists()
@@ -174,19 +174,20 @@ def test_a_container_is_run_again_as_docker_tells_it_and_what_it_says_is_no_shel
     assert (machine.out / "start.sh").stat().st_mode & 0o077 == 0  # it holds the token
     *_, stop, run = machine.run("start.sh")
     assert stop == ["docker", "stop", "qwen36"]
-    name = run[3].partition("=")[2]
+    name = run[2].partition("=")[2]
     image = run.index(name)
-    kept = f"name={name} label=seamark.setup={name} env=HF_TOKEN=hf_secret volume=/home/me/models:/models ipc=host"
+    kept = f"label=seamark.setup={name} env=HF_TOKEN=hf_secret volume=/home/me/models:/models ipc=host"
     kept += " shm-size=17179869184 publish=192.168.1.5:8010:8000/tcp restart=unless-stopped gpus=all"
-    assert {f"--{each}" for each in kept.split()} == set(run[3:image])
-    assert run[image + 1 :] == [*INSPECTED["Config"]["Cmd"], "--host", "0.0.0.0"]  # noqa: S104
+    assert {f"--{each}" for each in kept.split()} | {"-d"} == set(run[3:image])
+    model, *flags = INSPECTED["Config"]["Cmd"]
+    assert run[image + 1 :] == [model, "--host", "0.0.0.0", *flags]  # noqa: S104
     assert ["docker", "start", "qwen36"] in machine.run("undo.sh") and not machine.out.exists()
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_vllm_and_the_gateway_run_in_one_terminal_until_either_ends(machine, fails):
     """Interrupted by its user; or because vLLM has failed, with its status."""
-    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 0
+    assert machine.setup(str(RECIPES / "qwen3.5-122b.yaml")) == 1
     noted = machine.log.with_name("log-gateway")
     if fails:
         wait = f"until grep -q start {shlex.quote(str(noted))}; do sleep .05; done; exit 7"
@@ -214,7 +215,7 @@ def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
     evil = "a; touch pwned $(touch pwned)\ntouch pwned"
     path = tmp_path / f"{evil}.yaml"
     path.write_text(yaml.safe_dump({"services": {evil: {"image": "vllm/vllm-openai", "command": "m"}}}))
-    assert machine.setup(str(path)) == 0
+    assert machine.setup(str(path)) == 1
     for script in ("start.sh", "undo.sh"):
         composed = [each for each in machine.run(script) if each[1] == "compose"]
         assert all(each[:4] == ["docker", "compose", "-f", str(path)] and each[-1] == evil for each in composed)
@@ -225,7 +226,7 @@ def test_names_in_a_recipe_reach_a_shell_only_quoted(machine, tmp_path):
     "theirs", ["mods/seamark/run.sh", "mods/seamark/vllm_seamark-0.1.whl", "recipes/seamark-qwen3.5-122b.yaml"]
 )
 def test_a_checkout_gets_the_mod_unless_a_file_there_has_its_name_and_is_another(machine, theirs):
-    make = [str(machine.source / "deploy/spark-vllm-docker/make-mod.sh"), str(machine.spark)]
+    make = [str(machine.source / "deploy/spark-vllm-docker/make-mod.sh"), str(machine.spark), "seamark-qwen3.5-122b"]
     before = machine.files()
     for _ in range(2):  # what it made itself, it makes anew
         subprocess.run(make, check=True, capture_output=True)

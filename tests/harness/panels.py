@@ -181,7 +181,7 @@ def started(fleet: Servers, shared: SharedServers, model: Path, folder: Path) ->
 
 
 # None of these engines drafts: that they count is seen in tests/engine/drafts.
-OF_DRAFTS = {"Rows of draft heads", "Hints beside drafts"}
+OF_DRAFTS = {"Rows of draft heads", "Hints with drafts"}
 
 
 def evaluated(server: Prometheus) -> list[Row]:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from proxy.version import version
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,6 +37,7 @@ def expect_golden(request: pytest.FixtureRequest) -> Callable[..., None]:
     def expect_golden(name: str, case: str, text: str, **called: Path | str) -> None:
         for word, place in {**called, "PYTHON": sys.executable, "SOURCE": ROOT}.items():
             text = text.replace(str(place), f"<{word}>")
+        text = text.replace(version(), "<VERSION>").replace(version().partition("+")[0], "<VERSION>")
         path = request.path.parent / "golden" / f"{name}.txt"
         path.parent.mkdir(exist_ok=True)
         parts = re.split(r"^=== (.*)\n", path.read_text() if path.exists() else "", flags=re.M)[1:]

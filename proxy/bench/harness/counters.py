@@ -23,7 +23,6 @@ _ITERATION = re.compile(
 
 
 class Passes(NamedTuple):
-    all: int
     with_prompt: int  # those that computed prompt tokens
     prompt_tokens: int
     tokens: int  # computed, those of prompts and of answers
@@ -59,7 +58,7 @@ class PassCounter:
             text = log.read()
         counts = [(int(prompt), int(generated)) for prompt, generated in _ITERATION.findall(text)]
         prompts = [prompt for prompt, _ in counts]
-        return Passes(len(counts), sum(map(bool, prompts)), sum(prompts), sum(map(sum, counts)))
+        return Passes(sum(map(bool, prompts)), sum(prompts), sum(map(sum, counts)))
 
 
 async def samples_of(client: httpx.AsyncClient, server: Server) -> Mapping[str, float]:

@@ -161,13 +161,18 @@ class Servers:
         return server
 
 
-def narrator() -> Callable[[str], None]:
-    """Prints lines to stderr with the seconds since this call. From here on `kill` ends all just as Ctrl-C does."""
-    began = time.monotonic()
+def narrator() -> Callable[..., None]:
+    """Prints lines to stderr with the seconds since this call. From here on `kill` ends all just as Ctrl-C does.
+
+    Of the `passing` ones a terminal shows the last; nothing else shows them.
+    """
+    began, line = time.monotonic(), "\r\x1b[K" if sys.stderr.isatty() else ""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    def say(text: str) -> None:
-        print(f"[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True)
+    def say(text: str, passing: bool = False) -> None:
+        if line or not passing:
+            end = "" if passing else "\n"
+            print(f"{line}[{time.monotonic() - began:4.0f} s] {text}", file=sys.stderr, flush=True, end=end)
 
     return say
 
@@ -187,7 +192,8 @@ def generated_model(say: Callable[[str], None], family: str = NEMOTRON_H) -> Pat
         CACHE.mkdir(exist_ok=True)
         # Others may want it at the same time: whoever is first gives it its name.
         with tempfile.TemporaryDirectory(dir=CACHE, prefix="model-") as being_made:
-            command = [sys.executable, "-m", "engine_patches", "model", "--family", family, "--out", being_made + "/m"]
+            model = ["model", "--endless", "--family", family, "--out", being_made + "/m"]
+            command = [sys.executable, "-m", "engine_patches", *model]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 raise SystemExit(f"seamark bench: no model: {done.stderr.strip()}")

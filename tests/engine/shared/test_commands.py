@@ -83,7 +83,7 @@ def test_bench_mine_measures_a_stack_with_seamark_beside_one_without(servers: Sh
     assert ours["lengths"]["200"]["hit"] >= mine.HITS and not theirs["lengths"]["200"]["hit"]
     assert "of it in this stack's cache and 0% in the other's" in report["verdict"]
     # Each turn finds the one before it.
-    turns = ours["conversation"]
+    (turns,) = (each["replies"] for each in ours["rounds"] if each["shape"] == "conversation")
     assert all(later["cached_tokens"] > earlier["cached_tokens"] for earlier, later in pairwise(turns))
 
 
@@ -92,6 +92,8 @@ def test_the_same_seed_makes_the_same_model(tmp_path, model):
     assert seamark("model", "--out", str(tmp_path / "again")).returncode == 0
     for name in ("model.safetensors", "tokenizer.json", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (model / name).read_bytes()
+    texts = ((folder / "generation_config.json").read_text() for folder in (model, tmp_path / "again"))
+    assert [len(json.loads(text)["eos_token_id"]) > 20 for text in texts] == [False, True]  # it ends its answers
 
 
 @pytest.mark.thorough

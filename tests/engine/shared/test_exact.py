@@ -27,7 +27,7 @@ from proxy.bench.harness.client import (
 )
 from proxy.bench.harness.client import complete as completion
 from proxy.bench.harness.counters import PassCounter, samples_of
-from proxy.bench.harness.prompts import prose, with_shared_tokens
+from proxy.bench.harness.prompts import QUESTIONS, prose, with_shared_tokens
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
 from proxy.bench.stories import StoryStage, floored
 from tests.harness.bench_clients import fresh_tokens
@@ -137,7 +137,7 @@ async def test_every_shared_token_of_a_whole_match_unit_is_found_and_without_hin
 
 
 async def test_a_cold_fan_out_on_a_long_prefix_shares_one_prefill(client, servers, unit):
-    prompts = await with_shared_tokens(client, servers.reference.url, 3600, seed=102, questions=stories.SECTIONS)
+    prompts = await with_shared_tokens(client, servers.reference.url, 3600, seed=102, questions=QUESTIONS[:4])
     right = await ask_all(client, servers.reference.url, prompts, MIN_TOKENS, 4)
     answers = await ask_all(client, servers.gateway.url, prompts, MIN_TOKENS, 4)
     assert max(answer.sent for answer in answers) < min(answer.first_token for answer in answers)

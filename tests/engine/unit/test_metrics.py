@@ -20,6 +20,7 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
 from engine_patches.scheduler.planner import Grid
 from engine_patches.scheduler.states import AdapterReplaced, CacheCleared, StateEvicted, StateStored
+from engine_patches.version import version
 from proxy.pipeline.gateway import Gateway
 from proxy.settings import Settings
 from tests.harness import dashboards
@@ -129,7 +130,7 @@ def test_an_engine_is_shown_as_it_is_and_others_beside_it_that_differ(feeds):
         collector.take(EngineReport(engine=engine, **same))
     (info,) = infos()
     assert (info["match_unit"], info["block_size"], info["ahead"], info["reports"]) == ("16", "64", "0", "127.0.0.1:7")
-    assert info["version"] == metrics.own_version() and info["vllm"] == metrics.vllm.__version__
+    assert info["version"] == version() and info["vllm"] == metrics.vllm.__version__
     collector.take(EngineReport(engine=1, refused="a cause", **same))
     assert sorted(info["refused"] for info in infos()) == ["", "a cause"], "the other one is as it was"
     collector.take(EngineReport(engine=0, refused="a cause", **same))

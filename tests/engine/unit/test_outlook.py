@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import shlex
 import subprocess
@@ -10,16 +11,18 @@ import sys
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.envs import environment_variables
 
 from engine_patches import kv_connectors, settings, speculation
 from engine_patches.commands.explain import GIB
 from engine_patches.families import layers_in
 from engine_patches.kv_connectors import ConnectorLane
-from proxy.commands import outlook
-from proxy.commands.recipe import read_recipe
-from tests.harness import families, recipe_models, recipes
+from proxy.commands import families as known
+from proxy.commands import outlook, versions
+from proxy.commands.recipe_reader import read_recipe
+from tests.harness import families, flags_parser, recipe_models, recipes
 from tests.harness.families import CHOSEN, DOCUMENT, VERSION, Source
-from tests.harness.recipe_models import MODELS, PUBLISHED, Explained, write_models
+from tests.harness.recipe_models import CONFIGS, MODELS, PUBLISHED, Explained, write_models
 from tests.harness.versions import source_of
 
 RECIPES = recipes.read()
@@ -29,7 +32,7 @@ RECIPES = recipes.read()
 def test_a_recipe_is_judged_as_by_the_plugin_that_is_given_its_configuration(number, tmp_path):
     recipe = RECIPES[number]
     line = shlex.join(["vllm", "serve", recipe.model, *recipe.flags_in(tmp_path)])
-    seen = outlook.outlook(read_recipe(line, lambda name: None))
+    seen = outlook.outlook(read_recipe(line, lambda name: None), recipes.NEWEST)
     told = recipe.expects(recipes.NEWEST).words
     if told.startswith("does not start"):
         assert seen.hits is False and "serves no hybrid" in seen.verdict
@@ -43,9 +46,31 @@ def test_methods_connectors_and_versions_are_the_plugins():
     assert outlook.METHODS == speculation.METHODS
     lanes = kv_connectors.CONNECTORS.items()
     assert set(outlook.NOT_SERVED) == {name for name, lane in lanes if lane is ConnectorLane.NOT_SERVED}
-    assert (outlook.SUPPORTED, outlook.IMAGE) == (settings.SUPPORTED, settings.IMAGE)
-    versions = [f"{major}.{minor}" for major, minor in (outlook.FIRST, outlook.LAST)]
-    assert " to ".join(versions) == outlook.SUPPORTED
+    assert (versions.SUPPORTED, versions.IMAGE) == (settings.SUPPORTED, settings.IMAGE)
+    first_and_last = [f"{major}.{minor}" for major, minor in (versions.FIRST, versions.LAST)]
+    assert " to ".join(first_and_last) == versions.SUPPORTED
+
+
+def test_flags_and_variables_that_went_or_are_a_fork_s_are_unknown_to_vllm_and_those_in_their_place_are_not():
+    known_flags = flags_parser.parser()._option_string_actions
+    taken_away = {*outlook.DROPPED} - {"--mamba-cache-mode"}  # which still warns
+    flags = [sign for sign in versions.FORK_SIGNS if sign.startswith("--") and " " not in sign]
+    went = [*taken_away, *flags, *(name for name in outlook.REPLACED if name.startswith("--"))]
+    assert not [flag for flag in went if flag in known_flags]
+    assert not [name for name in outlook.REPLACED if name in environment_variables]
+    assert {flag.partition(".")[0] for flag in outlook.REPLACED.values()} <= known_flags.keys()
+
+
+@pytest.mark.parametrize("name", [*MODELS, *(f"published {name}" for name in CONFIGS)])
+def test_a_family_is_that_of_the_layers_which_the_plugin_finds_in_the_config(name, tmp_path):
+    config = CONFIGS[name.partition(" ")[2]] if " " in name else MODELS[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found, layers = known.family_of(str(tmp_path)).family, layers_in(config.get("text_config", config))
+    assert found is not None and found.inside == bool(layers[0].core)
+    by_name = known.family_of(name).family
+    assert by_name in (None, found)
+    kinds = {"gated delta nets": "gated delta net", "short convolutions": "short convolution"}
+    assert kinds.get(found.states.partition(" and ")[0], found.states) == layers[0].kind.name
 
 
 @pytest.fixture(scope="module")

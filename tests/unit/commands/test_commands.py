@@ -22,7 +22,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from engine_patches import version as of_plugin
 from proxy import cli
+from proxy import version as own_version
 from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
 from proxy.commands import key, render_server, serve
@@ -115,11 +117,27 @@ def test_how_it_is_used_is_said_to_who_asks_and_as_an_error_otherwise(run, words
         ({}, r"seamark unknown .*, no vLLM in this environment"),
     ],
 )
-def test_the_version_is_a_line_for_a_bug_report(installed, said, run, monkeypatch, capsys):
+def test_the_version_is_a_line_for_a_bug_report(installed, said, run, monkeypatch, tmp_path, capsys):
     missing = metadata.PackageNotFoundError()
+    monkeypatch.setattr(own_version, "ROOT", tmp_path)  # no source
+    monkeypatch.setattr(cli, "version", own_version.version.__wrapped__)
     monkeypatch.setattr(metadata, "version", lambda name: Mock(side_effect=[installed.get(name, missing)])())
     assert run("--version", "serve") == (0, [])
     assert re.fullmatch(said + "\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("half", [own_version, of_plugin])
+def test_source_in_development_has_the_commit_that_is_checked_out_in_its_version(half, monkeypatch, tmp_path):
+    def git(place: Path, line: str) -> str:
+        command = ["git", "-C", place, "-c", "user.name=a", "-c", "user.email=a", *line.split()]
+        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL)
+
+    (tmp_path / "pyproject.toml").write_text('name = "vllm-seamark"\nversion = "9.9.dev0"\n')
+    for line in ("init", "add .", "commit -m 1", "worktree add beside", "commit -m 2 --allow-empty", "gc"):
+        git(tmp_path, line)
+    for place in (tmp_path, tmp_path / "beside"):
+        monkeypatch.setattr(half, "ROOT", place)
+        assert half.version.__wrapped__() == f"9.9.dev0+g{git(place, 'rev-parse HEAD')[:9]}"
 
 
 @pytest.mark.parametrize(
@@ -227,10 +245,7 @@ def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict
     ("flags", "fields"),
     [
         ([], {}),
-        (
-            ["--share", 'the "a"', "--max-inflight", "8", "--admin"],
-            {"share": 'the "a"', "max_inflight": 8, "admin": True},
-        ),
+        (["--share", '"a"', "--max-inflight", "8", "--admin"], {"share": '"a"', "max_inflight": 8, "admin": True}),
         (["--share", "", "--max-inflight", "0"], {"share": "", "max_inflight": 0}),
     ],
 )

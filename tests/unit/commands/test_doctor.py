@@ -15,10 +15,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from proxy.commands import doctor, ways
+from proxy.commands import doctor, outlook, ways
 from proxy.commands.cures import Cures
 from proxy.commands.doctor import STATUS, shadow_lines
-from proxy.commands.outlook import TOOL_PARSERS
+from proxy.commands.families import TOOL_PARSERS
 from proxy.commands.ways import FoundWay, Surroundings, Way, find, surroundings
 from proxy.http.client import Broken, Silent, Unreachable
 from tests.harness.fake_engine import engine_info
@@ -223,6 +223,7 @@ def test_an_engine_core_without_the_patches_is_noticed_although_the_server_has_t
         (FoundWay(Way.COMPOSE, "llm"), ()),
         (FoundWay(Way.COMPOSE, "llm"), ("--runs-as", "compose")),
         (FoundWay(Way.DOCKER), ("--runs-as", "systemd")),
+        (FoundWay(Way.SPARK, image="vllm-node-b12x"), ()),
     ],
 )
 def test_cures_are_for_the_way_that_is_said_or_seen(examined, reachable, monkeypatch, seen, flags, expect_golden):
@@ -294,14 +295,14 @@ def test_a_wrong_command_line_or_file_exits_with_2_and_one_line(flags, said, cap
 )
 def test_what_a_recipe_will_do_is_said_without_a_worker(recipe, monkeypatch, capsys, expect_golden):
     asked: list[str] = []
-    monkeypatch.setattr(doctor, "image_version", lambda image: asked.append(image) or "0.30.1")
+    monkeypatch.setattr(outlook, "image_version", lambda image: asked.append(image) or "0.30.1")
     status = doctor.main(["--recipe", recipe])
     expect_golden("doctor", recipe, f"exit status {status}\n{capsys.readouterr().out}")
     assert asked == (["vllm/vllm-openai:latest"] if "docker" in recipe else [])
 
 
 def all_lines(own: Cures) -> str:
-    parts = (own.install(), own.update("0.3"), own.flag("--x", "why"), own.drafts(), own.tools())
+    parts = (own.install(), own.update("0.3"), own.release(), own.flag("--x", "why"), own.drafts(), own.tools())
     lines = "\n\n".join(parts)
     assert all(line.startswith("    ") for line in lines.splitlines() if line)
     return lines
@@ -330,7 +331,10 @@ USER = "0::/user.slice/user-1000.slice/user@1000.service/app.slice/terminal.scop
 SERVE = ("/opt/venv/bin/python3", "/opt/venv/bin/vllm", "serve", "m")
 
 
-def container(image: str = "vllm/vllm-openai", name: str = "/llm", **labels: str) -> dict[str, Any]:
+OWN = "vllm/vllm-openai"
+
+
+def container(image: str = OWN, name: str = "/llm", **labels: str) -> dict[str, Any]:
     return {"Name": name, "Config": {"Image": image, "Labels": labels}}
 
 
@@ -363,13 +367,18 @@ def around(tmp_path) -> Callable[..., Surroundings]:
         (SERVE, "0::/system.slice/llm.service\n", None, FoundWay(Way.SYSTEMD, "llm.service")),
         (SERVE, DOCKER, None, FoundWay(Way.DOCKER)),  # no docker to be asked
         (SERVE, DOCKER, {}, FoundWay(Way.DOCKER)),  # what docker says may lack anything
-        (SERVE, f"9:name=systemd:/docker/{CONTAINER}\n", container(), FoundWay(Way.DOCKER, "llm")),
-        (SERVE, DOCKER, container(**{"com.docker.compose.service": "ai"}), FoundWay(Way.COMPOSE, "ai")),
-        (SERVE, DOCKER, container("vllm-node:latest"), FoundWay(Way.SPARK)),
-        (SERVE, DOCKER, container(name="/vllm_node"), FoundWay(Way.SPARK)),
+        (SERVE, f"9:name=systemd:/docker/{CONTAINER}\n", container(), FoundWay(Way.DOCKER, "llm", OWN)),
+        (SERVE, DOCKER, container(**{"com.docker.compose.service": "ai"}), FoundWay(Way.COMPOSE, "ai", OWN)),
+        (SERVE, DOCKER, container("vllm-node:latest"), FoundWay(Way.SPARK, image="vllm-node:latest")),
+        (SERVE, DOCKER, container(name="/vllm_node"), FoundWay(Way.SPARK, image=OWN)),
         (SERVE, "0::/kubepods.slice/kubepods-pod1.slice/cri-containerd-1.scope\n", None, FoundWay(Way.KUBERNETES)),
-        (SERVE, f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n", container(), FoundWay(Way.DOCKER, "llm")),
-        (SERVE, DOCKER, container("my/vllm-node"), FoundWay(Way.DOCKER, "llm")),
+        (
+            SERVE,
+            f"0::/machine.slice/libpod-{CONTAINER}.scope/container\n",
+            container(),
+            FoundWay(Way.DOCKER, "llm", OWN),
+        ),
+        (SERVE, DOCKER, container("my/vllm-node"), FoundWay(Way.DOCKER, "llm", "my/vllm-node")),
         (("seamark", "serve"), USER, None, None),
         (("vim", "vllm", "notes"), USER, None, None),
     ],
@@ -446,3 +455,12 @@ def test_an_image_tells_its_vllm_by_labels_and_nothing_in_it_is_run(labels, vari
     monkeypatch.setattr(ways.subprocess, "run", run)
     assert ways.image_version("my image") == version
     assert run.call_args.args == (("docker", "image", "inspect", "--", "my image"),)
+
+
+@pytest.mark.parametrize(
+    ("python", "version"), [("{}/bin/python", "0.30.1+cu130"), ("{}/b/python", ""), ("python", "")]
+)
+def test_an_environment_tells_its_vllm_by_its_folders(python, version, tmp_path):
+    for name in ("bin", "lib/python3.12/site-packages/vllm-0.30.1+cu130.dist-info", "other/b"):
+        (tmp_path / name).mkdir(parents=True)
+    assert ways.environment_version(python.format(tmp_path / "other" if "/b/" in python else tmp_path)) == version

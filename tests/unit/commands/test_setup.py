@@ -1,15 +1,15 @@
-"""`seamark setup`: what is refused; what is written and printed, whole (`golden/setup.txt`).
+"""`seamark setup`: what is refused, and what is written whatever is given (`golden/recipe_files.txt`).
 
-What is written for a recipe: all of it but what vLLM dropped, and the plugin and the flags that hits need. Where the
-scripts are run: `tests/gateway/test_setup_recipes.py`.
+What is said, written and run for each way to run vLLM: `tests/data/setup`.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import os
+import pwd
 import shutil
-from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +18,11 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from proxy.commands import setup
-from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import IMAGE
-from proxy.commands.recipe import EVERYWHERE, read_recipe
+from proxy.commands import setup, unit_files
+from proxy.commands.recipe import EVERYWHERE
 from proxy.commands.recipe_files import Places, RecipeFiles, files_of
-from proxy.commands.setup import gateway_host, gateway_worker, run_script, source_folder, undo_script
+from proxy.commands.recipe_reader import read_recipe
+from proxy.commands.setup import gateway_host, gateway_worker, left_behind, run_script, source_folder, undo_script
 from proxy.errors import SettingsError
 from tests.deploy.compose_files import DEPLOY
 
@@ -33,16 +32,10 @@ SOURCE = DEPLOY.parent
 LINE = "vllm serve m"
 
 
-@pytest.fixture(autouse=True)
-def no_docker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is told of an image but its tag."""
-    monkeypatch.setattr(setup, "image_version", lambda image: "")
-
-
 def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
     out = tmp_path / "my files"
     flags = [LINE, "--out", str(out)]
-    assert setup.main(flags) == 0
+    assert setup.main(flags) == 1  # nobody knows the model
     (out / "gateway.sh").unlink()
     (out / "seamark.toml").write_text("mine")
     capsys.readouterr()
@@ -50,7 +43,7 @@ def test_nothing_is_overwritten_unless_that_is_said(tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert "seamark.toml" in line and "--force" in line and "gateway.sh" not in line
     assert (out / "seamark.toml").read_text() == "mine" and not (out / "gateway.sh").exists()
-    assert setup.main([*flags, "--force"]) == 0
+    assert setup.main([*flags, "--force"]) == 1
     assert (out / "seamark.toml").read_text() != "mine" and (out / "gateway.sh").exists()
 
 
@@ -102,68 +95,7 @@ def test_without_a_checkout_nothing_is_set_up(monkeypatch, tmp_path, capsys):
     assert "--source: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("vllm serve m --host 10.0.0.7", "docker run vllm/vllm-openai:v0.28.0 Qwen3.6-27B"),
-        "VLLM_USE_RUST_FRONTEND=1 vllm serve Qwen3.6-27B --host localhost --api-key k",
-        "vllm serve 'Qwen3.6\x1b[2J\n'",
-    ],
-    ids=ascii,
-)
-def test_of_a_recipe_it_is_said_what_will_hit_what_to_change_and_how_to_go_on(line, tmp_path, capsys, expect_golden):
-    assert setup.main([line, "--out", str(tmp_path / "out")]) == 0
-    text = capsys.readouterr().out
-    assert "\x1b" not in text
-    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
-    assert modes == {0o600, 0o700}  # what vLLM is started with may hold keys
-    text += (tmp_path / "out/seamark.toml").read_text() + (tmp_path / "out/gateway.sh").read_text()
-    expect_golden("setup", ascii(line), anywhere(text), OUT=tmp_path / "out")
-
-
-# What vLLM dropped, as it may be spelt, before and behind what stays.
-DROPPED = "--mamba-cache-mode align --a 1 --no-enable-prefix-caching --mamba_cache_mode=align --b"
-
-MINE = {"name": "mine", "container": "vllm-node", "mods": ["mods/seamark", "mods/theirs"], "defaults": {"port": 8000}}
-MINE |= {"command": f"echo {{port}}\nvllm serve 'm m' {DROPPED} --port {{port}}   \n# end", "extra": 1}
-
-
-def compose(**service: Any) -> dict[str, Any]:
-    usual = {"image": "vllm/vllm-openai:v0.33.0", "command": f"m --port 8001 {DROPPED}"}
-    return {"services": {"my llm": {**usual, **service}}}
-
-
-# A file's name and what is in it, as a text or YAML; without a name, a line.
-WRITTEN: dict[str, tuple[str, Any]] = {
-    "a line": ("", "vllm serve m a --b 1 2 --c --d=1 x -e y"),
-    "a line with all flags": ("", f"vllm serve m {' '.join(NEEDED)}"),
-    "a line with some flags": ("", f"vllm serve m --enable_scale_out {EVENTS_FLAG} --middleware mine"),
-    "a line, Rust": ("", "VLLM_USE_RUST_FRONTEND=1 vllm serve m"),
-    "a script": ("mine.sh", f"#!/bin/bash\nsource a/b\nvllm serve m {DROPPED} 2>&1 | tee log\nend\n"),
-    "a script with a line in its name": ("a\ntouch b.sh", "vllm serve m\n"),
-    "the launcher": ("run.sh", "#!/usr/bin/env bash\na\n./launch-cluster.sh -t x exec vllm serve m --a 1\nb\n"),
-    "spark": ("My Recipe.yaml", MINE),
-    "spark, alone": ("solo.yaml", {**MINE, "solo_only": True}),
-    "compose": ("compose.yaml", compose()),
-    "compose, ports and host": ("compose.yaml", compose(ports=["9000:8001"], command="m --host 10.0.0.7")),
-    "compose, all words": ("compose.yaml", compose(command=["vllm", "serve", "m"])),
-    "compose, an entrypoint": ("compose.yaml", compose(entrypoint="vllm", command="serve m")),
-    "compose, a shell": ("compose.yaml", compose(entrypoint=["bash", "-c"], command=["ulimit; vllm serve m"])),
-    "compose, a shell's words": ("compose.yaml", compose(command=["bash", "-c", "ulimit; vllm serve m"])),
-    "docker": (
-        "My Run_2.x.sh",
-        f"#!/bin/bash\necho a\ndocker run --rm --entrypoint vllm -p 80:8000 -e 'A=b c' i:1 serve m {DROPPED}\nb\n",
-    ),
-    "podman, a shell": (
-        "ä.sh",
-        "podman run --entrypoint=a --entrypoint=bash --name=x i -c 'pip install a && vllm serve m --host 1.2.3.4'",
-    ),
-    "config": (
-        "my vllm.yaml",
-        {"model": "m", "mamba_cache_mode": "align", "no-enable-prefix-caching": True, "text": "a\nb\n"},
-    ),
-    "config with a host": ("my vllm.yaml", {"model": "m", "host": "10.0.0.7"}),
-}
+MINE = {"name": "mine", "container": "vllm-node", "command": "vllm serve m"}
 
 
 @pytest.fixture
@@ -175,34 +107,10 @@ def places(tmp_path: Path) -> Places:
     return made
 
 
-def shown(made: RecipeFiles) -> str:
-    files = "".join(f"--- {name}\n{text}" for name, text in made.files.items())
-    return anywhere("\n".join([files, *(f"undo: {each}" for each in made.undo), *made.notes]))
-
-
-def anywhere(text: str) -> str:
-    """Without what tells one folder's images from another's."""
-    return re.sub(r"(seamark-worker-[a-z0-9.-]*-)[0-9a-f]{8}\b", r"\1<FOLDER'S>", text)
-
-
 def write(places: Places, name: str, what: Any) -> RecipeFiles:
     path = places.source / name
-    if name:
-        path.write_text(what if isinstance(what, str) else yaml.safe_dump(what))
-    return files_of(read_recipe(str(path) if name else what, lambda name: None), places)
-
-
-@pytest.mark.parametrize("case", WRITTEN)
-def test_a_recipe_stays_but_for_what_vllm_dropped_and_gets_what_hits_need(case, places, expect_golden):
-    made = write(places, *WRITTEN[case])
-    expect_golden("recipe_files", case, shown(made), FOLDER=places.out.parent)
-
-
-def test_another_image_takes_the_place_of_one_that_does_not_fit(places):
-    instead = places._replace(image=IMAGE)
-    for what in (("c.yaml", compose()), ("", "docker run vllm/vllm-openai:v0.28.0 m")):
-        text = "".join(write(instead, *what).files.values())
-        assert IMAGE in text and "vllm/vllm-openai:v0" not in text.replace(IMAGE, "")
+    path.write_text(yaml.safe_dump(what))
+    return files_of(read_recipe(str(path), lambda name: None), places)
 
 
 def test_a_recipe_in_a_checkout_is_run_there_and_another_one_wants_a_checkout(places, tmp_path):
@@ -217,57 +125,13 @@ def test_a_recipe_in_a_checkout_is_run_there_and_another_one_wants_a_checkout(pl
             write(nowhere, "b.yaml", MINE)
 
 
-CONFIG: Mapping[str, Any] = {
-    "Image": "vllm/vllm-openai:v0.33.0",
-    "Entrypoint": ["vllm", "serve"],
-    "Cmd": ["m", "--x", "it's $HOME"],
-    "Env": ["PATH=/bin", "A=b c"],
-}
-
-
-def container(places: Places, config: Mapping[str, Any] | None = None, **host: Any) -> RecipeFiles:
-    told = {"Name": "/llm", "Config": {**CONFIG, **(config or {})}, "HostConfig": host}
-    return files_of(read_recipe("llm", lambda name: told), places)
-
-
-def test_a_container_is_run_again_in_its_place_and_a_shell_in_it_stays(places, expect_golden):
-    shell = {"Entrypoint": ["bash", "-c"], "Cmd": ["vllm serve m"], "Env": []}
-    for case, config in {"a container": None, "a container of a shell": shell}.items():
-        expect_golden("recipe_files", case, shown(container(places, config)), FOLDER=places.out.parent)
-
-
-BOUND = {"8000/tcp": [{"HostIp": "10.0.0.7", "HostPort": "1"}, {"HostPort": "2"}], "9/udp": None}
-
-# What Docker says that a container was started with.
-HOSTS: list[dict[str, Any]] = [
-    {"Binds": ["/a:/b", "/c:/d:ro"], "PortBindings": BOUND, "ShmSize": 1 << 30, "Memory": 1 << 30, "Privileged": True},
-    {"NetworkMode": "host", "IpcMode": "host", "Runtime": "nvidia", "RestartPolicy": {"Name": "always"}},
-    {"Ulimits": [{"Name": "memlock", "Soft": -1, "Hard": 7}], "Devices": [{"PathOnHost": "/dev/x"}], "CapAdd": ["X"]},
-    {"NetworkMode": "", "IpcMode": None, "Runtime": "runc"},
-    *({"NetworkMode": network, "IpcMode": ipc} for network, ipc in (("default", "private"), ("bridge", "shareable"))),
-    *({"ShmSize": size, "Memory": 0, "Privileged": False} for size in (0, 67108864, None)),
-    *({"RestartPolicy": each} for each in (None, {"Name": ""}, {"Name": "no"})),
-    {"PortBindings": {"8000/tcp": [{"HostIp": ""}]}},
-    *(
-        {"DeviceRequests": requests}
-        for requests in (
-            [{"Capabilities": [["gpu"]], "DeviceIDs": None}],
-            [{"Capabilities": [["gpu"]], "DeviceIDs": ["0", "2"]}],
-            [{"Capabilities": [["tpu"], ["gpu", "x"]]}],
-            [{"Capabilities": [["tpu"]]}, {"Capabilities": None}],
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_container_is_started_with_what_it_was_started_with(host, places, expect_golden):
-    run = shown(container(places, {"Env": None}, **host)).partition("docker run")[2].partition("\nundo:")[0]
-    expect_golden("recipe_files", f"a container with {host}", f"docker run{run}", FOLDER=places.out.parent)
+# Of each something stays: what vLLM compiled, what was cached of a build, a volume, an image that was taken.
+LEFT = (("vllm serve m", ""), ("docker run i m", ""), ("podman run -v a:/root/.cache/vllm i m", "new:1"))
 
 
 def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expect_golden):
-    undo = undo_script(places, ["docker x", "podman y", "rm z"])
+    leaves = [left_behind(read_recipe(line, lambda name: None), places._replace(image=image)) for line, image in LEFT]
+    undo = undo_script(places, ["docker x", "podman y", "rm z", *chain(*leaves)])
     scripts = [run_script(places, "start.sh"), undo]
     expect_golden("recipe_files", "run and undo", "\n".join(scripts), FOLDER=places.out.parent)
 
@@ -284,3 +148,14 @@ def test_vllm_and_the_gateway_run_in_one_terminal_and_all_is_undone(places, expe
 def test_the_gateway_listens_where_vllm_did_and_finds_it_there(flags, host, worker):
     recipe = read_recipe(f"vllm serve m {flags}", lambda name: None)
     assert (gateway_host(recipe), gateway_worker(recipe)) == (host, worker)
+
+
+@pytest.mark.parametrize(("mode", "of_user", "user"), [(0o755, False, "llm"), (0o750, False, None), (0o750, True, "")])
+def test_the_gateway_runs_as_vllm_does_where_that_user_may_read_seamark(mode, of_user, user, monkeypatch, tmp_path):
+    path = tmp_path / (".config/systemd/user" if of_user else "") / "vllm.service"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("[Service]\nUser=llm\nExecStart=/srv/bin/vllm serve m\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    unit = read_recipe(str(path), lambda name: None).document
+    monkeypatch.setattr(unit_files.Path, "stat", lambda self: SimpleNamespace(st_mode=mode))
+    assert unit_files.gateway_user(unit) == (pwd.getpwuid(os.getuid()).pw_name if user is None else user)

@@ -47,7 +47,7 @@ from tests.harness.recording_worker import RecordingWorker, respond
 
 URL = "http://w:1"
 
-INFO = b'seamark_engine_info{match_unit="%b",block_size="%b",version="0.3.0",vllm="0.32.0"} 1.0\n'
+INFO = b'seamark_engine_info{match_unit="%b",block_size="%b",version="' + version().encode() + b'",vllm="0.32.0"} 1.0\n'
 
 
 class Server:
@@ -190,9 +190,10 @@ def test_a_plugin_of_another_release_is_not_used_and_the_sentence_says_update_th
     found = read(f'seamark_engine_info{{version="{other}"}} 1.0\n')  # whatever else it says
     words = f"its plugin is Seamark {called}, this gateway {version()}: update the plugin"
     assert (found.engine, found.other_release) == (None, words)
-    own = ".".join(version().split(".")[:2])
-    patch = read(OF_ENGINE.replace(version(), f"{own}.99") + " 1.0\n")
-    assert patch.engine is not None and not patch.other_release
+    release = version().partition("+")[0]
+    for of_it, differs in ((f"{release}9", True), (release + "+gother", "+" in version()), (release, False)):
+        patch = read(OF_ENGINE.replace(version(), of_it) + " 1.0\n")
+        assert (": install both from one version" in Probed(metrics=patch).words) is differs and not patch.other_release
 
 
 OURS = {"enable_kv_cache_events": False, "publisher": "null", "endpoint": "tcp://127.0.0.1:33007", "topic": "seamark"}

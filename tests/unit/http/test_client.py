@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import socket
+import ssl
+import subprocess
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohappyeyeballs
 import pytest
+import uvloop
 
-from proxy.http import client
-from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
+from proxy.http import client, worker_connection
+from proxy.http.client import Answer, Broken, Exhausted, Malformed, Refused, Silent, Stale, Unreachable, Upstream
 from proxy.http.json_body import OverBound
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy])
+def event_loop_policy(request):
+    return request.param()
 
 
 class Peer:
@@ -136,13 +146,6 @@ async def test_why_there_is_no_connection_is_told_and_a_shortage_of_this_machine
     assert words is None or (str(failed.value) == words and not isinstance(failed.value, Exhausted))
 
 
-@pytest.mark.parametrize("junk", [b"HTTP/1.1 200 OK\r\nx: " + b"a" * 40_000 + b"\r\n\r\n", b"SSH-2.0-OpenSSH_9.2\r\n"])
-async def test_an_answer_that_is_none_is_told_apart(upstream, peer, junk):
-    with pytest.raises(Malformed):
-        await exchange(upstream, peer, junk, method="POST", body=b"{}")
-    peer.close()
-
-
 async def test_lines_are_read_as_they_come_and_none_is_longer_than_it_may_be(upstream, peer):
     sending = asyncio.create_task(upstream.send("GET", peer.url + "/lines"))
     await peer.accept()
@@ -189,15 +192,6 @@ async def test_an_answer_is_as_it_came(upstream, peer):
     assert not (await sending).is_encoded and b"cookie" not in peer.read.lower() and peer.accepted == 1
 
 
-async def test_an_answer_that_breaks_off_is_broken_however_it_is_read(upstream, peer):
-    for read in (Answer.read, Answer.next_chunk):
-        answer = await exchange(upstream, peer, b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n")
-        peer.close()
-        with pytest.raises(Broken) as broken:
-            await read(answer)
-        assert not isinstance(broken.value, Silent)
-
-
 async def test_a_worker_that_says_nothing_is_silent(upstream, peer):
     sending = asyncio.create_task(upstream.send("POST", peer.url + "/", body=b"{}", read_timeout=0.05))
     await peer.accept()
@@ -232,3 +226,123 @@ async def test_the_gateways_own_requests_carry_the_workers_key_and_a_clients_car
     await exchange(upstream, peer)
     assert b"authorization" not in peer.read.lower()
     await upstream.aclose()
+
+
+BIG = b"b" * 2**25  # more than fits between two processes
+
+
+async def test_an_answer_before_the_whole_request_is_read_counts_and_its_connection_serves_no_other(upstream, peer):
+    answer = await exchange(upstream, peer, ANSWER + b"no", method="POST", body=BIG)
+    assert await answer.read() == b"no" and not upstream._open
+    assert await (await exchange(upstream, peer)).read() == b"ok"
+
+
+async def test_a_worker_that_takes_no_more_of_a_request_is_silent(upstream, peer):
+    sending = asyncio.create_task(upstream.send("POST", peer.url + "/", body=BIG, read_timeout=0.05))
+    await peer.accept()
+    with pytest.raises(Silent):
+        await sending
+
+
+async def test_an_answer_that_nobody_reads_waits_at_the_worker_which_is_not_silent(upstream, peer):
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(BIG)
+    answer = await exchange(upstream, peer, head, read_timeout=0.05)
+    writing = asyncio.create_task(asyncio.to_thread(peer.write, BIG))
+    async with asyncio.timeout(30):
+        while not answer._connection._is_paused:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.4)
+    assert answer.held < 2**20 and not writing.done()
+    assert await answer.read() == BIG and await writing is None
+
+
+@pytest.mark.parametrize("turns", range(9))
+async def test_a_request_that_is_given_up_leaves_nothing_for_the_next_one(upstream, peer, turns):
+    await kept(upstream, peer)
+    sending = asyncio.create_task(upstream.send("POST", peer.url + "/a", body=b"{}", fresh=turns % 2 == 1))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    sending.cancel()
+    await asyncio.wait([sending])
+    await asyncio.sleep(0.01)
+    assert all(connection._answer is None for connection in upstream._open) and len(upstream._idle[peer.url]) <= 1
+
+
+@pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\nb", b"a\rb", b"a\0b"])
+async def test_a_header_ends_where_its_line_does(upstream, peer, value):
+    with pytest.raises(ValueError, match="line break"):
+        await upstream.send("GET", peer.url + "/", [(b"x", value)])
+    await exchange(upstream, peer, headers=[(b"X-Y", b"\xff\xe9 \t;")], url=peer.url + "/a%2Fb?", method="DELETE")
+    host = peer.url.removeprefix("http://").encode()
+    assert (
+        peer.read == b"DELETE /a%2Fb? HTTP/1.1\r\nHost: " + host + b"\r\nX-Y: \xff\xe9 \t;\r\nContent-Length: 0\r\n\r\n"
+    )
+
+
+async def test_the_addresses_of_a_name_are_tried_in_turn_and_looked_for_again(upstream, peer, monkeypatch):
+    port, found = int(peer.url.rsplit(":")[-1]), ["127.0.0.9", "127.0.0.1"]
+    asked: list[str] = []
+
+    loop = type(asyncio.get_running_loop())
+    real = loop.getaddrinfo
+
+    async def getaddrinfo(self: Any, host: str, port: int, **how: Any) -> list[Any]:
+        if host != "worker":  # uvloop asks for addresses, too
+            return await real(self, host, port, **how)
+        asked.append(host)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, port)) for address in found]
+
+    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    for _ in range(2):
+        assert await (await exchange(upstream, peer, url=f"http://worker:{port}/")).read() == b"ok"
+    assert asked == ["worker"]  # the answer is believed for a while
+    upstream._names.expire(time.monotonic() + client.NAME_SECONDS)
+    found.pop()
+    with pytest.raises(Refused):
+        await upstream.send("GET", f"http://worker:{port}/")
+
+
+async def test_by_tls_a_certificate_has_to_be_trusted_and_an_answer_without_a_length_ends_with_an_alert(
+    upstream, tmp_path, monkeypatch
+):
+    made = str(tmp_path / "both.pem")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *names, "-keyout", made, "-out", made]
+    await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)
+    worker = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    worker.load_cert_chain(made)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_cut = b"/cut" in await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nok")
+        await writer.drain()
+        if is_cut:
+            socket.socket(fileno=os.dup(writer.get_extra_info("socket").fileno())).shutdown(socket.SHUT_WR)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=worker) as server:
+        url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(Unreachable, match="a certificate that is not trusted here"):
+            await upstream.send("GET", url + "/")
+        monkeypatch.setattr(client, "_tls", lambda: ssl.create_default_context(cafile=made))
+        assert await (await upstream.send("GET", url + "/")).read() == b"ok"
+        with pytest.raises(Broken):
+            await (await upstream.send("GET", url + "/cut")).read()
+
+
+async def test_an_idle_connection_ends_and_one_that_was_to_be_new_serves_one_request(upstream, peer, monkeypatch):
+    await kept(upstream, peer)
+    (idle,), at_the_peer = upstream._idle[peer.url], peer._taken
+    assert await (await exchange(upstream, peer, ANSWER + b"ok", fresh=True)).read() == b"ok"
+    assert upstream._idle[peer.url] == [idle] and peer.accepted == 2
+    sending = asyncio.create_task(upstream.send("GET", peer.url + "/", fresh=True))
+    await peer.accept()
+    peer.close()
+    with pytest.raises(Broken) as failed:
+        await sending
+    assert not isinstance(failed.value, Stale)  # nothing was kept
+    monkeypatch.setattr(worker_connection, "KEEPALIVE_SECONDS", 0.0)
+    async with asyncio.timeout(30):
+        while upstream._open:
+            await asyncio.sleep(0.01)
+    at_the_peer.close()

@@ -22,6 +22,7 @@ from proxy.observability.totals import Totals
 from proxy.pipeline.gateway import Gateway
 from proxy.server.app import App, build, merged
 from proxy.server.status import HOUR, alarms, changing, drafts_status, redis_status, warnings, worker_status
+from proxy.version import version
 from tests.harness.api_keys import entry
 from tests.harness.in_memory_gateway import Call, InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
@@ -81,9 +82,8 @@ async def test_who_asks_for_a_path_that_nobody_has_reads_which_one_is_meant(in_m
     message = error_of(answer)["message"]
     assert answer.status_code == 404 and message.startswith(f"No such path: {path}. "), message
     assert "type" not in answer.json() and (await gateway.get("/v1/v1/messages")).json()["type"] == "error"
-    assert [words for words in says if words not in message] == [] and ("Did you mean" in message) == (
-        "Did you" in says[0]
-    )
+    assert [words for words in says if words not in message] == []
+    assert ("Did you mean" in message) == ("Did you" in says[0])
 
 
 async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(in_memory, tmp_path):
@@ -95,6 +95,7 @@ async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(
         assert (await gateway.get(path)).status_code == (200 if path == "/health" else 404), path
         assert (await pages.get(path)).status_code == 200, path
     assert (await pages.get("/")).headers["location"] == "ui"
+    assert (await pages.get("/seamark/live")).json()["api_port"] == 8080
     for path, words in ((CHAT, "clients use the gateway's port"), ("/chat/completions", "operator's pages only")):
         answer = await pages.post(path, json={"model": "m"})
         assert answer.status_code == 404 and words in error_of(answer)["message"], path
@@ -205,7 +206,8 @@ async def test_the_application_that_clients_reach_runs_the_gateway_and_the_pages
     assert steps == ["serve", "start", "serve", "stop"]
 
 
-ENGINE = EngineInfo("0.9.0", "0.32.0", 16, 384)
+ENGINE = EngineInfo(version(), "0.32.0", 16, 384)
+OTHER_BUILD = replace(ENGINE, version="0.0")
 
 READ = Reports("http://worker-0:1")
 
@@ -266,6 +268,7 @@ def test_answers_that_differ_are_an_alarm_with_what_is_done_about_it(own, hints_
     [
         ({"metrics": metrics(replace(ENGINE, refused="two groups"))}, "Worker worker-0 gets no hints: two groups."),
         ({"metrics": metrics(None)._replace(other_release="update it")}, "Worker worker-0 gets no hints: update it."),
+        ({"metrics": metrics(OTHER_BUILD)}, f"Worker worker-0: {OTHER_BUILD.other_version}."),
         ({"reports": Reports(why_not="404")}, "What the engine of worker worker-0 reports cannot be read: 404."),
     ],
 )

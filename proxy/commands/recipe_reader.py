@@ -1,0 +1,139 @@
+"""What a recipe is, told from what is given, and read as such."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from proxy.commands.recipe import (
+    DOCKER_RUN,
+    SERVE,
+    Recipe,
+    RecipeKind,
+    environment_of,
+    of_text,
+)
+from proxy.commands.recipe_compose import of_compose, of_compose_line
+from proxy.commands.recipe_line import serve_line
+from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
+from proxy.commands.recipe_unit import of_unit, unit_file
+from proxy.errors import SettingsError
+
+
+def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
+    """A file, a line, or a container that Docker (`inspect`) knows. Raises `SettingsError` with what is missing."""
+    if SERVE.search(f" {given} ") or DOCKER_RUN.search(given):
+        return of_text(given, "the command", "")
+    path = Path(os.path.expanduser(given))
+    if not os.path.exists(path) and re.match(r"(?:sudo\s+)?(?:\S*/)?docker(?:-|\s+)compose(?:\s|$)", given):
+        return of_compose_line(given)
+    if os.path.isdir(path):  # which takes any name, as long ones
+        raise SettingsError(f"{given} is a folder; give the recipe, the compose file or the script in it")
+    if (unit := unit_file(str(path))) is not None:
+        return of_unit(unit, path.name)
+    if not os.path.isfile(path):
+        return _of_container(given, inspect)
+    text = read_text(path)
+    if re.search(r"^\[Service\]\s", text, re.M) and not text.startswith("#!"):
+        return of_unit(path, f"{path.stem}.service")
+    if re.search(r"^\[Container\]\s", text, re.M):
+        cure = "give what it runs in quotes: podman run IMAGE FLAGS"
+        raise SettingsError(f"{given} is a Quadlet of Podman, which is not read; {cure}")
+    if path.suffix not in (".yaml", ".yml"):
+        return of_text(text, str(path), path.stem)
+    documents = read_yaml(text, given)
+    if any("services" in each or "include" in each for each in documents):
+        return of_compose([path])
+    if manifests := [str(each.get("kind")) for each in documents if "apiVersion" in each]:
+        cure = (
+            'the chart in deploy/helm runs vLLM there with Seamark; or give its `args:` as a line, "vllm serve MODEL"'
+        )
+        raise SettingsError(f"{given} is a manifest of Kubernetes ({', '.join(manifests)}): {cure}")
+    if len(documents) > 1:
+        raise SettingsError(f"{given} has {len(documents)} documents of YAML, none with `services:`; give one of them")
+    (document,) = documents
+    if "command" in document:
+        return _of_spark(document, path)
+    if field_of(document, "model", str, given):
+        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document)
+    kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
+    raise SettingsError(f"{given} has no {kinds} configuration)")
+
+
+def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
+    missing = [name for name in ("name", "container", "command") if not isinstance(document.get(name), str)]
+    if missing:
+        raise SettingsError(f"{path}: a recipe of spark-vllm-docker has a text for {', '.join(missing)}")
+    source = str(path)
+    command = fill_template(as_lines(document["command"]), field_of(document, "defaults", dict, source), source)
+    field_of(document, "mods", list, source)
+    known = environment_of(field_of(document, "env", dict, source))
+    line = serve_line(command, source, known)
+    arguments, environment = [word.value for word in line.words], {**known, **line.variables}
+    builds = tuple(map(str, field_of(document, "build_args", list, source)))
+    image = document["container"]
+    is_cut = as_lines(document["command"]) != document["command"]
+    notes = [
+        "a line that begins with - is read as more of the one before, and written so: no backslash says it"
+    ] * is_cut
+    recipe = Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
+    return replace(recipe, notes=notes)
+
+
+def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
+    told = inspect(given) if re.fullmatch(r"[\w][\w.-]*", given) else None
+    if told is None:
+        raise SettingsError(f"{given} is no file, no command with `vllm serve`, and no container that Docker knows")
+    try:
+        config = told["Config"]
+        labels = config.get("Labels") or {}
+        service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
+        if service and files:
+            paths = [Path(each) for each in files.split(",")]
+            if missing := [str(path) for path in paths if not os.path.isfile(path)]:
+                there = ", ".join(missing)
+                raise SettingsError(f"the container {given} is of {there}, which is not here; give the compose file")
+            return of_compose(paths, [service])
+        name, line = str(told["Name"]).lstrip("/"), _docker_run(config, told["HostConfig"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
+    return replace(of_text(line, f"the container {given}", name), kind=RecipeKind.CONTAINER)
+
+
+def _docker_run(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
+    """The line by which a container was started, as far as `docker run` has a flag for it."""
+    options = [f"--env={each}" for each in config.get("Env") or () if not each.startswith("PATH=")]
+    options += [f"--volume={each}" for each in host.get("Binds") or ()]
+    for inside, places in (host.get("PortBindings") or {}).items():
+        for each in places or ():
+            address = f"{each['HostIp']}:" if each.get("HostIp") else ""
+            options.append(f"--publish={address}{each.get('HostPort', '')}:{inside}")
+    for flag, key, default in (
+        ("network", "NetworkMode", ("", "default", "bridge")),
+        ("ipc", "IpcMode", ("", "private", "shareable")),
+        ("runtime", "Runtime", ("", "runc")),
+        ("shm-size", "ShmSize", ("", 0, 67108864)),
+        ("memory", "Memory", ("", 0)),
+    ):
+        if (value := host.get(key, "")) not in default and value is not None:
+            options.append(f"--{flag}={value}")
+    options += [f"--ulimit={each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
+    options += [f"--device={each['PathOnHost']}" for each in host.get("Devices") or ()]
+    options += [f"--cap-add={each}" for each in host.get("CapAdd") or ()]
+    if host.get("Privileged"):
+        options.append("--privileged")
+    if (policy := (host.get("RestartPolicy") or {}).get("Name")) not in (None, "", "no"):
+        options.append(f"--restart={policy}")
+    for request in host.get("DeviceRequests") or ():
+        if any("gpu" in names for names in request.get("Capabilities") or ()):
+            ids = request.get("DeviceIDs")
+            options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
+    entrypoint = list(config.get("Entrypoint") or ())
+    options += [f"--entrypoint={each}" for each in entrypoint[:1]]
+    words = [*entrypoint[1:], *(config.get("Cmd") or ())]
+    return shlex.join(["docker", "run", "-d", *options, str(config["Image"]), *words])

@@ -1,0 +1,178 @@
+"""A script of the user's with what hits need put in: all else stays as it is spelt, where it is spelt."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from proxy.commands.cures import EVENTS_FLAG, NEEDED
+from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
+from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
+from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
+from proxy.commands.shell import Script, ShellCommand, Word
+from proxy.errors import SettingsError
+
+# Not to be given to what serves in their place, which has them by itself or has no use for them.
+TAKEN_AWAY = (*DROPPED, NO_CACHING)
+
+OWN_NAME = "SEAMARK_OF"  # in place of $0, which is another file's name now
+_OWN_NAME = re.compile(r"\$(\{?)(?:0|BASH_SOURCE(?:\[0\])?)")
+
+# Names of files by the folder that a script is run in, but in a comment.
+HERE = re.compile(r"^(?!\s*#).*(?:(?<![^\s\"'=:])\.{1,2}/|\$\{?PWD\b|\$\(pwd\)|build\s.*\s\.(?:\s|$))", re.M)
+
+
+class _Valued(Protocol):
+    @property
+    def value(self) -> str: ...
+
+
+_Any = TypeVar("_Any", bound=_Valued)
+
+
+def without_flags(words: Sequence[_Any], taken_away: Sequence[str] = TAKEN_AWAY) -> list[_Any]:
+    """Without the flags that are taken away, and their values."""
+    left: list[_Any] = []
+    skip = False
+    for word in words:
+        is_taken = not skip and (name := flag_name(word.value)) in taken_away
+        if not skip and not is_taken:
+            left.append(word)
+        skip = is_taken and name not in SWITCHES and "=" not in word.value
+    return left
+
+
+class Edits:
+    """Of a script's text, by places in it."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self._text, self._source = text, source
+        self._edits: set[tuple[int, int, str]] = set()
+
+    def put(self, at: int, text: str) -> None:
+        self._edits.add((at, at, text))
+
+    def replace(self, start: int, end: int, text: str) -> None:
+        self._edits.add((start, end, text))
+
+    def cut_flags(self, words: Sequence[Word], names: Sequence[str] = TAKEN_AWAY) -> None:
+        """With their values."""
+        left = without_flags(words, names)
+        self.cut([word for word in words if word not in left])
+
+    def cut(self, words: Sequence[Word]) -> None:
+        """Raises `SettingsError` for a flag that something else than the script says."""
+        for word in words:
+            spelt = "" if word.edit is None else self._text[slice(*word.edit)]
+            if not spelt or (word.value.startswith("-") and spelt.lstrip("'\"").startswith("$")):
+                spelt = spelt or self._text[slice(*word.place)]
+                raise SettingsError(f"{self._source}: {word.value[:64]} comes from {spelt[:64]}; take it out there")
+            start, end = word.edit or word.place
+            blank = re.search(r"(?:[ \t]|\\\n)*$", self._text[:start])
+            start -= len(blank[0]) if blank else 0
+            self.replace(start, end, "")
+
+    def done(self) -> str:
+        text, parts = self._text, []
+        for start, end, new in sorted(self._edits, reverse=True):
+            parts += [text[end:], new]
+            text = text[:start]
+        return text + "".join(reversed(parts))
+
+
+def with_flags(text: str, recipe: Recipe, known: Mapping[str, str] | None = None, mod: str = "") -> str:
+    """A text with its one `vllm serve`, which gets what is needed; `mod`: which spark-vllm-docker is to apply."""
+    edits = Edits(text, recipe.source)
+    line = serve_line(text, recipe.source, known)
+    _give(edits, line, recipe)
+    for word in line.command[: line.behind] if mod else ():
+        if word.value.endswith(LAUNCHER):
+            edits.put(word.place[1], f" --apply-mod {mod}")
+    return edits.done()
+
+
+def _give(edits: Edits, line: Start, recipe: Recipe) -> None:
+    """What is needed goes behind the last word, and what was taken away, out."""
+    has_events = recipe.has_rust_frontend or EVENTS_FLAG.split()[1] in recipe.arguments
+    added = [flag for flag in NEEDED if not (has_events if flag == EVENTS_FLAG else recipe.has(flag))]
+    edits.cut_flags(line.words)
+    end = line.command[-1].place[1]
+    is_plain = not line.is_quoted and line.outer.place[0] <= end <= line.outer.place[1]
+    edits.put(end, "".join(f" \\\n    {flag}" if is_plain else f" {flag}" for flag in added))
+
+
+def with_image(
+    recipe: Recipe, known: Mapping[str, str], image: str, options: Sequence[str], build: str, instead: str
+) -> str:
+    """A script whose `docker run` has the image that `build` makes of the one it had, or of `instead`, just before."""
+    text = recipe.text
+    run = start_of(text, known, recipe.source)
+    assert isinstance(run, DockerRun)  # noqa: S101  # as its recipe says
+    edits = Edits(text, recipe.source)
+    options = [*options, *_published(run, recipe)]
+    edits.cut_flags(run.options, ("--pull",))
+    if run.is_shell:
+        _give(edits, run.serve, recipe)
+        if not run.given("--entrypoint"):
+            options.append(f"--entrypoint {run.arguments[0].value}")
+            edits.cut(run.arguments[:1])
+    else:
+        edits.cut_flags(run.options, ("--entrypoint",))
+        edits.cut(run.arguments[: run.serve.behind])
+        edits.cut_flags(run.serve.words)
+        if not recipe.has("--host"):  # vLLM alone listens to everybody, and the worker's command to its own machine
+            first, host = run.serve.words[0], f"--host {EVERYWHERE}"
+            is_flag = first.value.startswith("-")
+            edits.put(first.place[0] if is_flag else first.place[1], f"{host} " if is_flag else f" {host}")
+    edits.put(run.start.command[run.start.behind - 1].place[1], "".join(f" {option}" for option in options))
+    base = text[slice(*run.image.place)]
+    if instead and "$" in base and text.count(run.image.value) == 1:
+        at = text.index(run.image.value)
+        edits.replace(at, at + len(run.image.value), instead)
+    elif instead:
+        base = instead
+    if run.image.edit is None:
+        raise SettingsError(f"{recipe.source}: the image is part of {base}; write it behind `docker run` itself")
+    edits.replace(*run.image.place, image)
+    if run.start.is_quoted and base != run.image.value:
+        base = '"{}"'.format(re.sub(r"[\\\"']", "", base))
+    _before(edits, run.start.outer, build.format(base), text)
+    return edits.done()
+
+
+def _published(run: DockerRun, recipe: Recipe) -> Iterator[str]:
+    """The port at which the gateway finds it, where none is said."""
+    says = run.given("-p", "--publish", "--network", "--net") or any(word.several for word in run.options)
+    if not says:
+        yield f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"
+
+
+def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:
+    """What comes before a command, and has to have worked."""
+    start, end = command.place
+    if command.before == "&&":
+        edits.put(start, f"{build} && ")
+    elif command.before in ("||", "|", "|&", "!", "time"):
+        edits.put(start, f"{{ {build} && ")
+        edits.put(end, "; }")
+    else:
+        line = text[text.rfind("\n", 0, start) + 1 : start]
+        edits.put(start, f"{build} || exit\n{line if not line.strip() else ''}")
+
+
+def elsewhere(text: str) -> str:
+    """A script that is run from another file, before which OWN_NAME is set to its own."""
+    script = Script(text, {}, "the script")
+    deque(script.commands(), maxlen=0)
+    for start in sorted(script.own_names, reverse=True):
+        if found := _OWN_NAME.match(text, start):
+            text = f"{text[:start]}${{{OWN_NAME}{'' if found[1] else '}'}{text[found.end() :]}"
+    return text
+
+
+def shell_of(text: str) -> str:
+    """The first line of a script that has none: what is not every shell's wants Bash."""
+    wants_bash = re.search(r"=\(|\[\[|\bBASH_|^\s*source |pipefail|^\s*function |<<<|&>|\w\+=|\$'", text, re.M)
+    return "#!/usr/bin/env bash" if wants_bash else "#!/bin/sh"

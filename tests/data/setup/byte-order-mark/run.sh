@@ -1,0 +1,2 @@
+﻿#!/bin/bash
+vllm serve Qwen/Qwen3.6-35B-A3B --port 8000

@@ -1,0 +1,5 @@
+#!/bin/bash
+docker run --gpus all \
+  `# the port` \
+  -p 8000:8000 \
+  vllm/vllm-openai:v0.33.0 Qwen/Qwen3.6-35B-A3B

@@ -1,0 +1,2 @@
+#!/bin/sh
+docker compose -f x.yaml up -d

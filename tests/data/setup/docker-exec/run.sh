@@ -1,0 +1,2 @@
+#!/bin/sh
+docker exec -it llm vllm serve Qwen/Qwen3.6-35B-A3B

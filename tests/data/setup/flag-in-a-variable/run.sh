@@ -1,0 +1,3 @@
+#!/bin/bash
+CACHE=--no-enable-prefix-caching
+vllm serve Qwen/Qwen3.6-35B-A3B "$CACHE"

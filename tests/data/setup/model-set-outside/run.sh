@@ -1,0 +1,3 @@
+#!/bin/sh
+set -u
+vllm serve "$MODEL" --port 8000

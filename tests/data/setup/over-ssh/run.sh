@@ -1,0 +1,2 @@
+#!/bin/sh
+ssh spark "vllm serve Qwen/Qwen3.6-35B-A3B"

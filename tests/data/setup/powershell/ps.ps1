@@ -1,0 +1,4 @@
+docker run --gpus all `
+  -p 8000:8000 `
+  vllm/vllm-openai:v0.33.0 `
+  --model Qwen/Qwen3.6-35B-A3B

@@ -1,0 +1,3 @@
+import subprocess
+
+subprocess.run(["vllm", "serve", "Qwen/Qwen3.6-35B-A3B"])

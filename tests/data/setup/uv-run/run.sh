@@ -1,0 +1,2 @@
+#!/bin/sh
+uv run vllm serve Qwen/Qwen3.6-35B-A3B
