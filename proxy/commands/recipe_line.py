@@ -216,8 +216,7 @@ def _docker_run(start: Start) -> DockerRun:
         cure = "write it as a word of its own: docker run ... vllm/vllm-openai:v0.33.0 ..."
         raise SettingsError(f"{source}: the image may be in {hiding}, which is not seen here; {cure}")
     if at >= len(words):
-        cut = "; a comment between its lines ends it: take that out" if start.outer.is_cut else ""
-        raise SettingsError(f"{source}: `docker run` names no image{cut}")
+        raise SettingsError(f"{source}: `docker run` names no image; a comment between its lines would end it")
     return _served(DockerRun(start, options, words[at], left, start, is_shell=False))
 
 

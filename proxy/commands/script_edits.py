@@ -65,11 +65,10 @@ class Edits:
     def cut(self, words: Sequence[Word]) -> None:
         """Raises `SettingsError` for a flag that something else than the script says."""
         for word in words:
-            spelt = "" if word.edit is None else self._text[slice(*word.edit)]
-            if not spelt or (word.value.startswith("-") and spelt.lstrip("'\"").startswith("$")):
-                spelt = spelt or self._text[slice(*word.place)]
+            start, end = word.place
+            spelt = self._text[start:end]
+            if not word.is_whole or (word.value.startswith("-") and spelt.lstrip("'\"").startswith("$")):
                 raise SettingsError(f"{self._source}: {word.value[:64]} comes from {spelt[:64]}; take it out there")
-            start, end = word.edit or word.place
             blank = re.search(r"(?:[ \t]|\\\n)*$", self._text[:start])
             start -= len(blank[0]) if blank else 0
             self.replace(start, end, "")
@@ -133,7 +132,7 @@ def with_image(
         edits.replace(at, at + len(run.image.value), instead)
     elif instead:
         base = instead
-    if run.image.edit is None:
+    if not run.image.is_whole:
         raise SettingsError(f"{recipe.source}: the image is part of {base}; write it behind `docker run` itself")
     edits.replace(*run.image.place, image)
     if run.start.is_quoted and base != run.image.value:
