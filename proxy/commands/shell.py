@@ -221,13 +221,10 @@ class Script:
             self._at = end
         if is_open:
             raise self._not_closed()
-        last, is_one = (
-            self._at - (text[self._at - 1 : self._at] in ("'", '"')),
-            expansion is not None and len(parts) == 1,
-        )
-        at = [*at, places[last]]
-        if is_one and expansion.words and len(expansion.words) == 1:
-            at = [*expansion.words[0].at]
+        alone = expansion if len(parts) == 1 else None
+        at.append(places[self._at - (text[self._at - 1 : self._at] in ("'", '"'))])
+        if alone and alone.words and len(alone.words) == 1:
+            at = [*alone.words[0].at]
         place, is_whole = (places[first], places[self._at]), _is_whole(places, first, self._at)
         word = Word("".join(parts), at, place, unseen, is_whole=is_whole)
         return word, alone, has_quotes
