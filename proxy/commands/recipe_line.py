@@ -80,9 +80,8 @@ class DockerRun(NamedTuple):
     @property
     def program(self) -> str:
         """Docker or podman, with what it is run by."""
-        words = " ".join(
-            word.value for word in self.start.command[: self.start.behind - 1] if word.value != "container"
-        )
+        before = [word.value for word in self.start.command[: self.start.behind - 1]]
+        words = " ".join(before).removesuffix(" container")
         found = re.search(r"(?:sudo (?:-\S+ )*)?\S+$", words)
         return found[0] if found else words
 
