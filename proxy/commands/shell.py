@@ -139,6 +139,8 @@ class Script:
                 self._set(*each, is_conditional=self._depth > 0 or before in ("&&", "||"))
         elif before in ("for", "select"):
             self.names[words[0].value] = None
+        elif words[0].value in ("read", "mapfile", "readarray"):
+            self.names |= dict.fromkeys((word.value for word in words[1:]), None)
         elif [word.value for word in words[:2]] == ["set", "--"]:
             self.names["@"] = words[2:]
         own = {name: value[0].value for name, _, _, value in assigned if value}

@@ -77,7 +77,7 @@ def test_words_are_those_that_a_shell_makes(before, spelt, space, end):
     ],
 )
 def test_what_is_not_seen_stays_as_it_is_spelt_and_is_named(text, value, unseen, several):
-    *_, command = Script(f"S=$(s); vllm serve {text}", {}, "a script").commands()
+    *_, command = Script(f"S=$(s); read -r X; vllm serve {text}", {"X": "theirs"}, "a script").commands()
     word = command.words[-1]
     assert (word.value, tuple(word.unseen), word.several) == (value, unseen, several)
 
