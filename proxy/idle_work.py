@@ -148,6 +148,33 @@ class IdleWork:
         self._next = loop.call_soon(self._step) if self._jobs else None
 
 
+class CpuBudget:
+    """A share of one core for work that can be left out. Its own seconds count, and not those of what comes between."""
+
+    def __init__(self, share: float, most: float, cpu: Callable[[], float] = time.thread_time) -> None:
+        """`most`: seconds that are there at first, and that it saves up. `cpu`: seconds of this thread."""
+        self._share, self._most, self._cpu = share, most, cpu
+        self._left, self._counted = most, time.monotonic()
+
+    @property
+    def is_spent(self) -> bool:
+        now = time.monotonic()
+        self._left, self._counted = min(self._most, self._left + self._share * (now - self._counted)), now
+        return self._left <= 0
+
+    def spend(self, steps: Steps[T]) -> Steps[T]:
+        """The same; what it takes is charged, be it more than there is."""
+        while True:
+            began = self._cpu()
+            try:
+                next(steps)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]  # as `Steps` has it
+            finally:
+                self._left -= self._cpu() - began
+            yield
+
+
 def batched(values: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
     """The values in groups of `size`, the last one shorter perhaps; as `itertools` has it from Python 3.12 on."""
     rest = iter(values)

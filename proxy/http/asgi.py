@@ -44,6 +44,7 @@ _NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is no
 ON_DISCONNECT = "seamark.on_disconnect"  # registers a callback for when the client leaves
 BODY_STATE = "seamark.body_state"  # says how far the server has come with the body, as a `BodyState`
 HOLD_HEAD = "seamark.hold_head"  # holds the head of an answer back: called before it if the whole body is sent next
+WRITE_CHUNK = "seamark.write_chunk"  # writes a part of a body at once; whether it could. Of no bytes: whether it can
 WANTS_WEBSOCKET = "seamark.wants_websocket"  # the client offered to go on as one
 IS_CROWDED = "seamark.is_crowded"  # there are more connections than fit: the request is to be refused
 

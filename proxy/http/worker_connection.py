@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import select
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import httptools
@@ -46,7 +46,7 @@ class Malformed(Broken):
 class Answer:
     """A worker's answer, its body still to be read. Call `close` afterwards."""
 
-    __slots__ = ("_connection", "_error", "_waiter", "headers", "held", "named", "pieces", "status")
+    __slots__ = ("_connection", "_error", "_waiter", "headers", "held", "named", "pieces", "sink", "status")
 
     def __init__(self, connection: WorkerConnection) -> None:
         self.status = 0  # until its head is here
@@ -57,6 +57,7 @@ class Answer:
         self._connection: WorkerConnection | None = connection  # until its end is here
         self._error: Broken | None = None  # why there is no more of it
         self._waiter: asyncio.Future[None] | None = None
+        self.sink: Callable[[bytes], bool] | None = None
 
     def header(self, name: str) -> str | None:
         value = self.named.get(name.lower().encode())
@@ -103,6 +104,13 @@ class Answer:
         """The whole body. Raises `Broken`."""
         return b"".join([chunk async for chunk in self.chunks()])
 
+    def divert(self, sink: Callable[[bytes], bool] | None) -> None:
+        """Have pieces given to `sink` where they arrive, before a task is woken; one it does not take waits as usual.
+
+        The end of the body is always left to be read, and so is all that comes while something waits.
+        """
+        self.sink = sink
+
     def close(self) -> None:
         """Close the connection if the body has not come to its end; otherwise that may serve another request by now."""
         if self._connection is not None:
@@ -114,6 +122,18 @@ class Answer:
             raise self._error
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
+
+    def is_taken(self) -> bool:
+        """Whether the sink has taken what is here."""
+        pieces, sink = self.pieces, self.sink
+        try:
+            if sink is None or (pieces and not sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))):
+                return False
+        except Exception:
+            self.sink = None  # whoever reads it in its place meets the same, in a task of its own
+            return False
+        self.pieces, self.held = [], 0
+        return True
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -222,7 +242,7 @@ class WorkerConnection(asyncio.Protocol):
             self.end(None)
             return
         self._unread += len(data)
-        fault = ""
+        may_divert, fault = answer.sink is not None and not answer.pieces, ""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
@@ -231,7 +251,7 @@ class WorkerConnection(asyncio.Protocol):
             self.end(None, keeps=self._keeps and not fault)
         elif fault or self._unread > self._most_head:
             self.end(Malformed(fault or "a head, or what stands between the pieces of a body, is too long"))
-        else:
+        elif not (may_divert and answer.is_taken()):
             if answer.held > MOST_HELD:
                 self._is_paused = True
                 self._transport.pause_reading()

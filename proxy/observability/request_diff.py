@@ -20,7 +20,7 @@ from proxy.boundaries.divergence import common_prefix
 from proxy.boundaries.layout import PromptLayout
 from proxy.chat.canonical import HEAD_FIELDS, canonical, head_of, own_hash
 from proxy.chat.chat import MESSAGES, listed
-from proxy.idle_work import Steps
+from proxy.idle_work import CpuBudget, Steps
 from proxy.observability.volatile_text import TextKind, alike, kind_of, says_today
 
 MAX_REQUESTS = 64
@@ -34,6 +34,10 @@ MIN_BEHIND, MIN_LOST = 128, 32
 # A template renders a history otherwise if this many tokens of the prompt before are missing: the words that ask for an
 # answer, and less than a match unit, are no sign of it.
 MIN_MISSING = 64
+
+# Of one core, for all searches, and CPU seconds that are saved up for many at once: a search takes more than all else
+# that is done for a request, and one prompt in a hundred tells as much as each of them.
+SEEK_SHARE, SEEK_SAVED = 0.02, 0.1
 
 EXCERPT_CHARACTERS = 80
 MAX_ROLE_CHARACTERS = 64
@@ -201,6 +205,7 @@ class RequestMemory:
         """`size` in bytes; 0 keeps nothing, and no change is ever named. `now`: seconds since the epoch, for dates."""
         self._size = size
         self._now = now
+        self.seeking = CpuBudget(SEEK_SHARE, SEEK_SAVED)  # without time left, it is for the caller not to seek
         self.held = 0
         self._added = 0
         # By owner and the key after their last message.
@@ -239,11 +244,13 @@ class RequestMemory:
             pairs.append(_Likeness(request, other))
             yield
         longest = max((pair.beginning for pair in pairs), default=0)
-        changed = []
+        changed: list[_Likeness] = []
         for pair in pairs:
             if pair.beginning + MIN_BEHIND > longest:
                 if pair.is_change:
                     changed.append(pair)
+                    if pair.is_all_but_equal:
+                        break
                 yield
         nearest = max(changed, key=lambda pair: pair.behind, default=None)
         return (yield from nearest.change(prompt, shared, self._now())) if nearest is not None else None
@@ -318,6 +325,12 @@ class _Likeness:
         if self._setting is not None:
             return self._both_begin
         return self._alike + _bytes([part for part in self._new.parts[self._index :] if part.hash in self._theirs])
+
+    @property
+    def is_all_but_equal(self) -> bool:
+        """Whether no other request can be much more like the new one."""
+        both = self.behind + (self._both_begin if self._setting is None else 0)
+        return both * 8 >= _bytes(self._new.parts) * 7
 
     @cached_property
     def _alike(self) -> int:

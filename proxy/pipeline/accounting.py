@@ -342,12 +342,13 @@ class Accounting(Part):
     def _change(self, exchange: Exchange, expected: Expectation, delivery: Delivery) -> Steps[PrefixChange | None]:
         """Where the request differs in the middle from a recent one.
 
-        Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it.
+        Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it, or most
+        of a core would go into searches.
         """
         remembered, recent = exchange.prompt.remembered, self._reader.recent
         if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:
             return None
-        if self._idle.is_behind:
+        if self._idle.is_behind or recent.seeking.is_spent:
             self._metrics.explanations_shed.inc()
             return None
         # Some worker may have been sent more than what an engine, or the memory of recent requests, still knows.
@@ -355,7 +356,7 @@ class Accounting(Part):
         sent = max(shared, expected.ever_sent.tokens if expected.ever_sent is not None else 0)
         # A whole answer waits for its reason, and each step of the search for all that the loop has to do.
         try:
-            steps = recent.seek_change(remembered, delivery.prompt, sent)
+            steps = recent.seeking.spend(recent.seek_change(remembered, delivery.prompt, sent))
             change = yield from within(math.inf if exchange.is_over else SEEK_SECONDS, steps)
         except TimeoutError:
             self._metrics.explanations_shed.inc()

@@ -255,6 +255,7 @@ class Reply:
     _timings: Timings
     _hold_head: Callable[[], None] | None = None  # the server's `asgi.HOLD_HEAD`, if it has it
     watch: asgi.ClientWatch | None = None  # None: nobody waits for the answer
+    write_chunk: Callable[[bytes], bool] | None = None  # the server's `asgi.WRITE_CHUNK`, if it has it
     started: bool = False
     failure: int = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
     _begun_as: int = 0
@@ -439,7 +440,8 @@ def exchange_of(
     headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY)
     head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key)
     timings = Timings()
-    reply = Reply(send or _nowhere, timings, scope.get("extensions", {}).get(asgi.HOLD_HEAD), watch)
+    hold_head, write_chunk = map(scope.get("extensions", {}).get, (asgi.HOLD_HEAD, asgi.WRITE_CHUNK))
+    reply = Reply(send or _nowhere, timings, hold_head, watch, write_chunk)
     return Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
 
 

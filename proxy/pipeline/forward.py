@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
@@ -272,6 +273,8 @@ class ResponseRelay:
             timings.first_byte, timings.is_stream = time.perf_counter(), True
             timings.was_alone = lease.is_alone
             lease.prefilled()
+            if reply.write_chunk is not None and exchange.send is reply:  # nothing else looks at what is sent
+                response.divert(partial(stream.write_through, reply.write_chunk))
 
         headers = _response_headers(exchange, response)
         await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})

@@ -65,31 +65,43 @@ class SseRelay:
     async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
         """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
         first = True
-        async for chunk in chunks:
-            self._refusals = 0
+        async for piece in chunks:
             if first:
                 first = False
                 begun()
-            if self._held:
-                chunk = self._held + chunk
-                self._held = b""
-            if not chunk.endswith(_ENDS):
-                chunk = self._hold(chunk)
-            if self._choices:
-                chunk = self._stripped(chunk)
-            elif b'"usage"' in chunk:
-                self._with_usage = chunk
-            if not chunk:
-                continue
-            if self._opened is not None:
-                if not self.first:
-                    self.first = chunk[: _end_of_event(chunk, 0)]
-                    self._opened(self.first)
-                self.last = chunk
-            await self._pass_on(chunk)
-            self._passed = chunk
+            if chunk := self._take(piece):
+                await self._pass_on(chunk)
+                self._passed = chunk
         self._terminal += self._held
         self._held = b""
+
+    def write_through(self, write: Callable[[bytes], bool], piece: bytes) -> bool:
+        """Pass a piece on in the call that brings it; whether that could be done. `write` as `asgi.WRITE_CHUNK`."""
+        if self.sending or self._closed or not write(b""):
+            return False
+        if chunk := self._take(piece):
+            write(chunk)
+            self._whole, self._passed, self.moved = chunk.endswith(_ENDS), chunk, time.monotonic()
+        return True
+
+    def _take(self, chunk: bytes) -> bytes:
+        """What of all that is here can be sent."""
+        self._refusals = 0
+        if self._held:
+            chunk = self._held + chunk
+            self._held = b""
+        if not chunk.endswith(_ENDS):
+            chunk = self._hold(chunk)
+        if self._choices:
+            chunk = self._stripped(chunk)
+        elif b'"usage"' in chunk:
+            self._with_usage = chunk
+        if chunk and self._opened is not None:
+            if not self.first:
+                self.first = chunk[: _end_of_event(chunk, 0)]
+                self._opened(self.first)
+            self.last = chunk
+        return chunk
 
     async def finish(self, event: bytes = b"") -> None:
         """End the stream, with one more event if there is one."""

@@ -88,6 +88,14 @@ class _Request:
         else:
             self.callbacks.append(callback)
 
+    def write_chunk(self, body: bytes) -> bool:
+        cycle = self._cycle()
+        if cycle is None or cycle.disconnected or cycle.flow.write_paused or not cycle.chunked_encoding:
+            return False
+        if body:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
     def client_left(self) -> None:
         cycle = self._cycle()
         if cycle is not None and not cycle.response_complete:
@@ -201,7 +209,7 @@ class Connection(HttpToolsProtocol):
         if self.scope["method"] != "HEAD":
             transport = _Transport(self.transport)
             self.cycle.transport = transport  # type: ignore[assignment]  # all that it uses
-            extensions[asgi.HOLD_HEAD] = transport.hold_head
+            extensions[asgi.HOLD_HEAD], extensions[asgi.WRITE_CHUNK] = transport.hold_head, request.write_chunk
         if self.scope["http_version"] == "1.0":
             self.cycle.send = _unchunked(self.cycle)  # type: ignore[method-assign, assignment]
         self.flow.resume_reading()  # uvicorn pauses behind a request, and would not see the client leave

@@ -26,7 +26,7 @@ from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start, start_bare
 from tests.harness.load import CpuTime, connect, request, send_all
-from tests.harness.mock_worker import MODEL, mock_worker
+from tests.harness.mock_worker import MISS_FIELD, MODEL, STEP_FIELD, mock_worker
 
 REQUESTS, ROUNDS = 400, 5
 
@@ -38,7 +38,9 @@ SMALL, LARGE = 2_000, 200_000  # bytes of a chat
 
 ONE, MANY = 1, 16  # clients
 
-PLAIN_LIMIT, STREAM_LIMIT = 1.5, 0.9  # times vllm-router's CPU time, 2 kB, many clients
+PLAIN_LIMIT, STREAM_LIMIT, PACED_LIMIT = 1.5, 0.9, 1.4  # times vllm-router's CPU time, 2 kB, many clients
+
+MISS_LIMIT = 1.3  # times a hit's CPU time
 
 FIGURES = ("p50", "p99", "first")  # of a batch
 
@@ -57,13 +59,21 @@ class Case(NamedTuple):
     size: int  # bytes of a chat
     streamed: bool
     clients: int  # at once
+    step_ms: int = 0  # between two chunks of a stream
+    misses: bool = False  # the system prompt begins anew in each, and nothing is cached
 
     def __str__(self) -> str:
         kind = "stream" if self.streamed else "plain"
+        kind += f" with a chunk each {self.step_ms} ms" if self.step_ms else ""
+        kind += ", misses" if self.misses else ""
         return f"{self.size // 1000} kB, {kind}, {self.clients} client{'s' if self.clients > 1 else ''}"
 
 
-CASES = tuple(Case(size, streamed, n) for size in (SMALL, LARGE) for streamed in (False, True) for n in (ONE, MANY))
+CASES = (
+    *(Case(size, streamed, n) for size in (SMALL, LARGE) for streamed in (False, True) for n in (ONE, MANY)),
+    Case(SMALL, True, MANY, step_ms=1),
+    Case(SMALL, False, MANY, misses=True),
+)
 
 
 class Batch(NamedTuple):
@@ -141,7 +151,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def chats(case: Case) -> Iterator[bytes]:
-    """Bodies of about the case's size, alike but for their last question, for ever."""
+    """Bodies of about the case's size, for ever, alike but for their last question, and misses for a number ahead."""
     parts = 1 if case.size == SMALL else 21  # its system prompt and a history
     words = (case.size - 150) // parts // 6  # bytes a word
     texts = [prose(words, seed=case.size + part) for part in range(parts)]
@@ -150,8 +160,13 @@ def chats(case: Case) -> Iterator[bytes]:
     for number in itertools.count():
         question = {"role": "user", "content": f"{number}: what has changed since the last report?"}
         body = {"model": MODEL, "messages": [*messages, question], "max_tokens": 64}
+        if case.misses:
+            body["messages"][0] = {"role": "system", "content": f"Report {number}. {texts[0]}"}
+            body[MISS_FIELD] = True
         if case.streamed:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if case.step_ms:
+            body[STEP_FIELD] = case.step_ms
         yield json.dumps(body).encode()
 
 
@@ -218,9 +233,14 @@ async def run(
 def verdicts(report: Report, beside_router: bool) -> list[str]:
     """What our gateway had to reach, a line each; those that begin with NOT HELD were missed or could not be taken."""
     many, few = Case(SMALL, False, MANY), Case(SMALL, False, ONE)
-    taken = [(f"added p50 in ms, {few}", 1000 * report.added(SEAMARK, few, "p50"), 1000 * ADDED_LIMIT)]
+    hit, miss = (report.cpu(SEAMARK, each)[1] for each in (many, many._replace(misses=True)))
+    taken = [
+        (f"added p50 in ms, {few}", 1000 * report.added(SEAMARK, few, "p50"), 1000 * ADDED_LIMIT),
+        ("CPU of a miss over that of a hit", miss / hit, MISS_LIMIT),
+    ]
     if beside_router:
-        for case, limit in ((many, PLAIN_LIMIT), (many._replace(streamed=True), STREAM_LIMIT)):
+        stream = many._replace(streamed=True)
+        for case, limit in ((many, PLAIN_LIMIT), (stream, STREAM_LIMIT), (stream._replace(step_ms=1), PACED_LIMIT)):
             taken.append((f"CPU over {VLLM_ROUTER}, {case}", report.ratio(SEAMARK, case), limit))
     return [
         f"{'held' if value is not None and value <= limit else 'NOT HELD'}: {name}: "

@@ -33,7 +33,7 @@ MODEL = "m"
 FRAMES = 64  # of a stream that does not say
 
 # Fields of a request's body that only this worker knows.
-STEP_FIELD, FRAMES_FIELD = "mock_step_ms", "mock_frames"
+STEP_FIELD, FRAMES_FIELD, MISS_FIELD = "mock_step_ms", "mock_frames", "mock_miss"
 
 _STREAMED = re.compile(rb'"stream": ?true')
 
@@ -48,6 +48,8 @@ MAX_KEPT = 4096  # outcomes of the feed
 _ENTRY = re.compile(rb'-?\d+(?=\s*(?:,|$))|"[^"]*"')
 
 _STEP, _FRAMES = (re.compile(rb'"%s": ?(\d+)' % field.encode()) for field in (STEP_FIELD, FRAMES_FIELD))
+
+_MISS = re.compile(b'"%s": ?true' % MISS_FIELD.encode())
 
 _ANSWER = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":1700000000,"model":"m","choices":[{"index":0,'
@@ -94,7 +96,7 @@ class Counted(NamedTuple):
 
 
 def counted(body: bytes) -> Counted:
-    """Everything up to the deepest entry of the hint was cached."""
+    """Everything up to the deepest entry of the hint was cached, unless the request says that nothing was."""
     at = body.rfind(b'"seamark_boundaries"')
     found = _HINT.search(body, at) if at >= 0 else None
     prompt = len(body)
@@ -105,7 +107,7 @@ def counted(body: bytes) -> Counted:
     numbers = [int(entry) if entry.lstrip(b"-").isdigit() else before_text for entry in _ENTRY.findall(found[1])]
     prompt = max(prompt, *numbers, 0) + 1
     positions = [number if number > 0 else max(0, prompt + number) for number in numbers]
-    return Counted(prompt, positions, max(positions) // 16 * 16)
+    return Counted(prompt, positions, 0 if _MISS.search(body) else max(positions) // 16 * 16)
 
 
 class Feed:

@@ -68,7 +68,7 @@ def given_away(tree: ast.Module) -> set[ast.expr]:
     for node in ast.walk(tree):
         if isinstance(node, ast.YieldFrom):
             taken.add(node.value)
-        elif isinstance(node, ast.Call) and name_of(node.func) in ("add", "finish", "within"):
+        elif isinstance(node, ast.Call) and name_of(node.func) in ("add", "finish", "within", "spend"):
             taken.update(node.args)
         elif isinstance(node, ast.Assign) and name_of(node.targets[0]) == "steps":
             taken.add(node.value)

@@ -18,7 +18,7 @@ from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import StepTimes
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.client import Unreachable
-from proxy.idle_work import IdleWork
+from proxy.idle_work import CpuBudget, IdleWork
 from proxy.observability.reasons import Delivery, Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
@@ -128,11 +128,13 @@ def changed_request(scene: Scene) -> Exchange:
     return request
 
 
-@pytest.mark.parametrize("lack", ["behind", "slow"])
+@pytest.mark.parametrize("lack", ["behind", "spent", "slow"])
 async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_counted(scene, monkeypatch, lack):
     request = changed_request(scene)
     if lack == "behind":
         monkeypatch.setattr(IdleWork, "is_behind", True)
+    elif lack == "spent":
+        monkeypatch.setattr(CpuBudget, "is_spent", True)
     else:
         monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
     assert await scene.answered(request, Usage(400, 0), EngineOutcome("cold", 0)) == "cold"

@@ -48,9 +48,25 @@ async def of(pieces: list[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def relayed(pieces: list[bytes], strips: int = 0) -> tuple[list[bytes], SseRelay]:
+async def relayed(pieces: list[bytes], strips: int = 0, through: int = 0) -> tuple[list[bytes], SseRelay]:
+    """`through`: a bit for each piece behind the first that is to be written where it arrives, if the client takes it.
+
+    Every third is one for which there is no room.
+    """
     relay, sent = relay_of(strips, lambda _: None)
-    await relay.run(of(pieces))
+
+    async def read() -> AsyncIterator[bytes]:
+        for number, piece in enumerate(pieces):
+
+            def write(body: bytes, has_room: bool = number % 3 > 0) -> bool:
+                if body:
+                    sent.append((body, True))
+                return has_room
+
+            if not (through >> number & 1 and number and relay.write_through(write, piece)):
+                yield piece
+
+    await relay.run(read())
     await relay.finish()
     return [piece for piece, _ in sent if piece], relay
 
@@ -76,7 +92,7 @@ def test_however_a_stream_is_cut_it_arrives_in_whole_events(name, data):
     each = st.just(range(1, len(stream)))
     cuts = sorted(data.draw(each | st.sets(st.integers(1, len(stream) - 1), max_size=6), "cuts"))
     pieces = [stream[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    sent, relay = asyncio.run(relayed(pieces, strips))
+    sent, relay = asyncio.run(relayed(pieces, strips, data.draw(st.integers(0, 2 ** len(pieces)), "through")))
     assert b"".join(sent) == (expected or stream)
     assert relay.usage == (Usage(9, 0) if b'"prompt_tokens":9' in stream else None)
     assert all(piece.endswith((b"\n\n", b"\n\r\n")) for piece in sent[:-1])
