@@ -191,7 +191,7 @@ def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.env
     recipe = replace(recipe, program=found.program, notes=notes)
     if "host" in found.given("--network", "--net"):
         return recipe
-    hiding, own = _may_publish(found), port_in(recipe.value("--port") or DEFAULT_PORT)
+    hiding, own = may_publish(found), port_in(recipe.value("--port") or DEFAULT_PORT)
     if own and not hiding:
         notes.append(f"it publishes no port; the one that is written here does: 127.0.0.1:{own}")
         return replace(recipe, listens=("127.0.0.1", own))
@@ -200,7 +200,7 @@ def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.env
     return replace(recipe, listens=listens, hidden_port="" if listens else hiding)
 
 
-def _may_publish(run: DockerRun) -> str:
+def may_publish(run: DockerRun) -> str:
     """The options that say at which port it is found, if any do."""
     given = [f"-p {port}" for port in run.given("-p", "--publish")]
     given += [f"--network {name}" for name in run.given("--network", "--net")]

@@ -80,9 +80,8 @@ class DockerRun(NamedTuple):
     @property
     def program(self) -> str:
         """Docker or podman, with what it is run by."""
-        words = " ".join(
-            word.value for word in self.start.command[: self.start.behind - 1] if word.value != "container"
-        )
+        before = [word.value for word in self.start.command[: self.start.behind - 1]]
+        words = " ".join(before).removesuffix(" container")
         found = re.search(r"(?:sudo (?:-\S+ )*)?\S+$", words)
         return found[0] if found else words
 
@@ -216,8 +215,7 @@ def _docker_run(start: Start) -> DockerRun:
         cure = "write it as a word of its own: docker run ... vllm/vllm-openai:v0.33.0 ..."
         raise SettingsError(f"{source}: the image may be in {hiding}, which is not seen here; {cure}")
     if at >= len(words):
-        cut = "; a comment between its lines ends it: take that out" if start.outer.is_cut else ""
-        raise SettingsError(f"{source}: `docker run` names no image{cut}")
+        raise SettingsError(f"{source}: `docker run` names no image; a comment between its lines would end it")
     return _served(DockerRun(start, options, words[at], left, start, is_shell=False))
 
 

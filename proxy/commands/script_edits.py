@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
 
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
-from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
+from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name, may_publish
 from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
 from proxy.commands.shell import Script, ShellCommand, Word
 from proxy.errors import SettingsError
@@ -22,26 +21,6 @@ _OWN_NAME = re.compile(r"\$(\{?)(?:0|BASH_SOURCE(?:\[0\])?)")
 
 # Names of files by the folder that a script is run in, but in a comment.
 HERE = re.compile(r"^(?!\s*#).*(?:(?<![^\s\"'=:])\.{1,2}/|\$\{?PWD\b|\$\(pwd\)|build\s.*\s\.(?:\s|$))", re.M)
-
-
-class _Valued(Protocol):
-    @property
-    def value(self) -> str: ...
-
-
-_Any = TypeVar("_Any", bound=_Valued)
-
-
-def without_flags(words: Sequence[_Any], taken_away: Sequence[str] = TAKEN_AWAY) -> list[_Any]:
-    """Without the flags that are taken away, and their values."""
-    left: list[_Any] = []
-    skip = False
-    for word in words:
-        is_taken = not skip and (name := flag_name(word.value)) in taken_away
-        if not skip and not is_taken:
-            left.append(word)
-        skip = is_taken and name not in SWITCHES and "=" not in word.value
-    return left
 
 
 class Edits:
@@ -59,17 +38,19 @@ class Edits:
 
     def cut_flags(self, words: Sequence[Word], names: Sequence[str] = TAKEN_AWAY) -> None:
         """With their values."""
-        left = without_flags(words, names)
-        self.cut([word for word in words if word not in left])
+        taken: set[int] = set()
+        for number, word in enumerate(words):
+            if number not in taken and (name := flag_name(word.value)) in names:
+                taken |= {number} if name in SWITCHES or "=" in word.value else {number, number + 1}
+        self.cut([word for number, word in enumerate(words) if number in taken])
 
     def cut(self, words: Sequence[Word]) -> None:
         """Raises `SettingsError` for a flag that something else than the script says."""
         for word in words:
-            spelt = "" if word.edit is None else self._text[slice(*word.edit)]
-            if not spelt or (word.value.startswith("-") and spelt.lstrip("'\"").startswith("$")):
-                spelt = spelt or self._text[slice(*word.place)]
+            start, end = word.place
+            spelt = self._text[start:end]
+            if not word.is_whole or (word.value.startswith("-") and spelt.lstrip("'\"").startswith("$")):
                 raise SettingsError(f"{self._source}: {word.value[:64]} comes from {spelt[:64]}; take it out there")
-            start, end = word.edit or word.place
             blank = re.search(r"(?:[ \t]|\\\n)*$", self._text[:start])
             start -= len(blank[0]) if blank else 0
             self.replace(start, end, "")
@@ -111,7 +92,7 @@ def with_image(
     run = start_of(text, known, recipe.source)
     assert isinstance(run, DockerRun)  # noqa: S101  # as its recipe says
     edits = Edits(text, recipe.source)
-    options = [*options, *_published(run, recipe)]
+    options = [*options, *([] if may_publish(run) else [f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"])]
     edits.cut_flags(run.options, ("--pull",))
     if run.is_shell:
         _give(edits, run.serve, recipe)
@@ -133,20 +114,13 @@ def with_image(
         edits.replace(at, at + len(run.image.value), instead)
     elif instead:
         base = instead
-    if run.image.edit is None:
+    if not run.image.is_whole:
         raise SettingsError(f"{recipe.source}: the image is part of {base}; write it behind `docker run` itself")
     edits.replace(*run.image.place, image)
     if run.start.is_quoted and base != run.image.value:
         base = '"{}"'.format(re.sub(r"[\\\"']", "", base))
     _before(edits, run.start.outer, build.format(base), text)
     return edits.done()
-
-
-def _published(run: DockerRun, recipe: Recipe) -> Iterator[str]:
-    """The port at which the gateway finds it, where none is said."""
-    says = run.given("-p", "--publish", "--network", "--net") or any(word.several for word in run.options)
-    if not says:
-        yield f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"
 
 
 def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:

@@ -13,8 +13,6 @@ from typing import NamedTuple
 from proxy.commands.recipe_text import MOST_FILLED, MOST_LEVELS
 from proxy.errors import SettingsError
 
-Range = tuple[int, int]  # of the script's characters
-
 _BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)*+")
 _ENDS = " \t\r\n;&|<>()"  # of a word
 _NAME = r"[A-Za-z_]\w*"
@@ -23,26 +21,25 @@ _REDIRECTION = re.compile(r"(?:\d+|&)?(<<<|<<-?|<>|>>|>\||[<>]&?)")
 _OPERATOR = re.compile(r"\n|;;?&?|&&?(?!>)|\|[|&]?|[()]")
 _OPENING, _CLOSING = ("if", "while", "until", "for", "select", "case"), ("fi", "done", "esac")
 _KEYWORD = re.compile(rf"({'|'.join((*_OPENING, *_CLOSING))}|then|elif|else|do|time|function|[!{{}}])(?=[\s;&|)]|$)")
-_DECLARING, _READING = ("export", "local", "declare", "typeset", "readonly"), ("read", "mapfile", "readarray")
+_DECLARING = ("export", "local", "declare", "typeset", "readonly")
 _PARAMETER = re.compile(rf"\$(?:({_NAME}|[\d@*#?$!-])|\{{([#!]?)({_NAME}|\d+|[@*])(\[[^\]]*\])?(?:(:?)([-=?+]))?)")
 _OPAQUE = re.compile(r"`(?:[^`\\]|\\.)*`|\$\(\((?:[^()]|\([^()]*\))*\)\)", re.S)  # substitutions, arithmetic
 
 
 class Word(NamedTuple):
     value: str  # without quotes, and with what its expansions hold
-    spans: Sequence[Range]  # of each character: where that is written
-    place: Range  # of the word itself, with its quotes
-    edit: Range | None = None  # what holds it and nothing else, which may be where a variable is set
+    at: Sequence[int]  # where in the script each character is written, and where the last one ends
+    place: tuple[int, int]  # of the word itself, with its quotes
     unseen: Sequence[str] = ()  # expansions in it of which nothing is known
     several: bool = False  # because of those it may be several words, or none
+    is_whole: bool = True  # its place holds nothing else
 
 
 class ShellCommand(NamedTuple):
     words: Sequence[Word]
     variables: Mapping[str, str]  # for it alone
     before: str  # the operator or keyword in front of it
-    place: Range
-    is_cut: bool  # by a comment, between lines that are to be one
+    place: tuple[int, int]
 
 
 class _Expansion(NamedTuple):
@@ -52,17 +49,13 @@ class _Expansion(NamedTuple):
 
 
 class Script:
-    """`known`: variables that are set outside; None: none is expanded. `spans`: of a text within a script."""
+    """`known`: variables that are set outside; None: none is expanded. `at`: of a text within a script."""
 
     def __init__(
-        self,
-        text: str,
-        known: Mapping[str, str] | None,
-        source: str,
-        spans: Sequence[Range] | None = None,
-        level: int = 0,
+        self, text: str, known: Mapping[str, str] | None, source: str, at: Sequence[int] = (), level: int = 0
     ) -> None:
-        self._text, self.known, self.source, self._spans, self._level = text, known, source, spans, level
+        self._text, self.known, self.source, self._level = text, known, source, level
+        self._places = at or range(len(text) + 1)
         self._at = self._start = self._depth = 0
         self._left = MOST_FILLED
         self._documents: list[str] = []  # by what ends them, from the next line on
@@ -80,8 +73,7 @@ class Script:
 
     def within(self, word: Word, known: Mapping[str, str]) -> Script:
         """The script that a word holds, for another shell."""
-        expanded = None if self.known is None else known
-        return Script(word.value, expanded, self.source, word.spans, self._level + 1)
+        return Script(word.value, None if self.known is None else known, self.source, word.at, self._level + 1)
 
     def commands(self, close: str = "") -> Iterator[ShellCommand]:
         """In their order, with those of substitutions before. Raises `SettingsError` for what is not closed."""
@@ -116,27 +108,29 @@ class Script:
         if self._level > MOST_LEVELS:
             raise SettingsError(f"{self.source}: its brackets and quotes are too many inside each other")
 
+    def _substitution(self) -> None:
+        self._close("(")
+        self._inside = [*self.commands(")")]
+        self._close(")")
+
     def _command(self, before: str) -> ShellCommand:
-        text, start = self._text, self._at
-        end, is_cut = start, False
+        text, start, end = self._text, self._at, self._at
         words: list[Word] = []
-        assigned: list[tuple[str, str, bool, list[Word]]] = []
+        assigned: list[tuple[str, bool, bool, list[Word]]] = []
         while (char := self._next()) not in ("", *"\n;|()&") or text.startswith("&>", self._at):
             if char == "#" and self._at > end:
-                is_cut = "\\\n" in text[end : self._at]
                 break
             if redirection := _REDIRECTION.match(text, self._at):
                 self._at = redirection.end()
                 if self._next() == "(":
-                    self._at += 1
-                    self._inside = [*self.commands(")")]
-                    self._close(")")
-                target = self._one(_ENDS)
-                self._documents += [target.value] if redirection[1] in ("<<", "<<-") else []
+                    self._substitution()
+                target = self._read(_ENDS)[0].value
+                self._documents += [target] if redirection[1] in ("<<", "<<-") else []
             elif (not words or words[0].value in _DECLARING) and (name := _ASSIGNMENT.match(text, self._at)):
                 self._at = name.end()
                 is_array = text.startswith("(", self._at)
-                assigned.append((name[1], name[2], is_array, self._array() if is_array else [self._one(_ENDS)]))
+                value = self._array() if is_array else [self._read(_ENDS)[0]]
+                assigned.append((name[1], bool(name[2]), is_array, value))
             else:
                 words += self._words()
             end = self._at
@@ -145,12 +139,12 @@ class Script:
                 self._set(*each, is_conditional=self._depth > 0 or before in ("&&", "||"))
         elif before in ("for", "select"):
             self.names[words[0].value] = None
-        elif words[0].value in _READING:
+        elif words[0].value in ("read", "mapfile", "readarray"):
             self.names |= dict.fromkeys((word.value for word in words[1:]), None)
         elif [word.value for word in words[:2]] == ["set", "--"]:
             self.names["@"] = words[2:]
         own = {name: value[0].value for name, _, _, value in assigned if value}
-        return ShellCommand(words, own, before, self._span(start, end), is_cut)
+        return ShellCommand(words, own, before, (self._places[start], self._places[end]))
 
     def _array(self) -> list[Word]:
         words: list[Word] = []
@@ -165,87 +159,77 @@ class Script:
         self._close(")")
         return words
 
-    def _set(self, name: str, plus: str, is_array: bool, value: list[Word], *, is_conditional: bool) -> None:
-        is_known = name in self.names or name in (self.known or {})
-        old = self._held(name)
-        if (
-            is_conditional
-            and is_known
-            and (plus or [word.value for word in old or ()] != [word.value for word in value])
-        ):
+    def _set(self, name: str, is_more: bool, is_array: bool, value: list[Word], *, is_conditional: bool) -> None:
+        is_known, old = name in self.names or name in (self.known or {}), self._held(name)
+        if is_more and old:
+            value = [*old, *value] if is_array else [_joined(old[0], value[0])]
+        is_other = is_known and [word.value for word in old or ()] != [word.value for word in value]
+        if is_conditional and is_other:
             self.ambiguous[name] = None
-        if plus and (old or not is_known):
-            self.names[name] = (
-                [*(old or ()), *value] if is_array else [_joined([*(old or ()), *value], value[-1].place)]
-            )
-        elif not plus and not (is_conditional and is_known):
-            self.names[name] = value
-            self._conditional |= {name} if is_conditional else set()
-        elif name in self._conditional and name in self.ambiguous:
+        if is_more or not (is_conditional and is_known):
+            self.names[name] = None if is_more and is_known and old is None else value
+            self._conditional |= {name} if is_conditional and not is_known else set()
+        elif name in self._conditional and is_other:
             self.names[name] = None
 
     def _words(self) -> list[Word]:
         """What the word that begins here becomes: one, or several, or none."""
-        self._start = start = self._at
-        parts, expansions, is_quoted = self._read(_ENDS)
-        place, edit = self._span(start, self._at), self._edit(start, self._at)
-        if len(parts) == 1 and expansions:
-            (whole,), (expansion,) = parts, expansions
-            if expansion.words is None:
-                several = expansion.is_array or not expansion.is_quoted
-                return [whole._replace(place=place, edit=edit, several=several)]
-            if expansion.is_array:
-                return [*expansion.words]
-            if not expansion.is_quoted:
-                words = [_part(whole, *each.span()) for each in re.finditer(r"\S+", whole.value)]
-                return words if len(words) != 1 else [words[0]._replace(place=place)]
-        word = _joined(parts, place)._replace(edit=edit)
-        return [word] if word.value or is_quoted else []
+        word, expansion, has_quotes = self._read(_ENDS)
+        if expansion and expansion.words is None:
+            return [word._replace(several=expansion.is_array or not expansion.is_quoted)]
+        if expansion and expansion.words is not None and expansion.is_array:
+            return [*expansion.words]
+        if expansion and not expansion.is_quoted:
+            words = [_part(word, *each.span()) for each in re.finditer(r"\S+", word.value)]
+            return words if len(words) != 1 else [words[0]._replace(place=word.place, is_whole=word.is_whole)]
+        return [word] if word.value or has_quotes else []
 
-    def _one(self, ends: str, is_quoted: bool = False) -> Word:
-        """The word that begins here, which stays one whatever it holds."""
-        self._start = start = self._at
-        parts, _, _ = self._read(ends, is_quoted)
-        place = self._span(start, self._at)
-        return parts[0] if len(parts) == 1 else _joined(parts, place)._replace(edit=self._edit(start, self._at))
-
-    def _read(self, ends: str, within_quotes: bool = False) -> tuple[list[Word], list[_Expansion], bool]:
-        """The parts of a word, those of them that are expansions, and whether it has quotes."""
-        text, parts, expansions = self._text, [], []
-        is_open = has_quotes = False
+    def _read(self, ends: str, within_quotes: bool = False) -> tuple[Word, _Expansion | None, bool]:
+        """The word that begins here, the expansion that it is if it is one alone, and whether it has quotes."""
+        text, places, first = self._text, self._places, self._at
+        self._start = first
+        parts: list[str] = []
+        at: list[int] = []
+        unseen: list[str] = []
+        expansion, is_open, has_quotes = None, False, False
         while self._at < len(text) and (is_open or text[self._at] not in ends):
-            at, is_quoted = self._at, is_open or within_quotes
-            char, end = text[at], at + 1
+            start, is_quoted = self._at, is_open or within_quotes
+            char, end = text[start], start + 1
             if char == '"':
                 is_open, has_quotes, char = not is_open, True, ""
             elif char == "\\":
-                char, end = text[end : end + 1], at + 2
+                char, end = text[end : end + 1], start + 2
                 if char == "\n":
                     char = ""
                 elif is_quoted and char not in ('"', "\\", "$", "`"):
-                    char, end = "\\", at + 1
+                    char, end = "\\", start + 1
             elif char == "'" and not is_quoted:
                 if (end := text.find("'", end)) < 0:
                     raise self._not_closed()
-                parts += [self._character(place, place + 1, text[place]) for place in range(at + 1, end)]
-                has_quotes, char, end = True, "", end + 1
+                start, has_quotes = start + 1, True
+                char, end = text[start:end], end + 1
             elif char == "$" and text[end : end + 1] in ("'", '"') and not is_quoted:
                 char = ""
-            elif char == "`" or text.startswith("$(", at) or _PARAMETER.match(text, at):
-                found = self._expand(is_quoted)
-                expansions.append(found)
-                spelt = re.sub(r"\s.*(?=.$)", "...", text[at : self._at], flags=re.S)
-                span = self._span(at, self._at)
-                unseen = Word(spelt, [span] * len(spelt), span, None, (spelt,))
-                parts.append(unseen if found.words is None else _joined(found.words, span, " "))
+            elif char == "`" or text.startswith("$(", start) or _PARAMETER.match(text, start):
+                expansion = self._expand(is_quoted)
+                spelt = re.sub(r"\s.*(?=.$)", "...", text[start : self._at], flags=re.S)
+                held = expansion.words
+                parts.append(spelt if held is None else " ".join(word.value for word in held))
+                at += [places[start]] * len(parts[-1])
+                unseen += [spelt] if held is None else [each for word in held for each in word.unseen]
                 continue
-            parts += [self._character(at, end, char)] if char else []
+            parts += [char] if char else []
+            at += places[start : start + len(char)]
             self._at = end
         if is_open:
             raise self._not_closed()
-        if len(parts) > 1:  # what an expansion holds is written elsewhere
-            parts = [each._replace(spans=[each.place] * len(each.value)) for each in parts]
-        return parts, expansions, has_quotes
+        alone = expansion if len(parts) == 1 else None
+        at.append(places[self._at - (text[self._at - 1 : self._at] in ("'", '"'))])
+        if alone and alone.words and len(alone.words) == 1:
+            at = [*alone.words[0].at]
+        place, is_whole = (places[first], places[self._at]), _is_whole(places, first, self._at)
+        word = Word("".join(parts), at, place, unseen, is_whole=is_whole)
+        return word, alone, has_quotes
 
     def _expand(self, is_quoted: bool) -> _Expansion:
         """What the expansion that begins here holds."""
@@ -256,9 +240,7 @@ class Script:
             return _Expansion([] if is_comment else None, False, is_quoted)
         if (found := _PARAMETER.match(text, start)) is None:
             self._at += 1
-            self._close("(")
-            self._inside = [*self.commands(")")]
-            self._close(")")
+            self._substitution()
             return _Expansion(None, False, is_quoted)
         self._at = found.end()
         name, operator, other = found[1] or found[3], found[6], None
@@ -266,13 +248,13 @@ class Script:
         is_array = name in ("@", "*") or found[4] in ("[@]", "[*]")
         if found[3]:
             self._go_deeper()
-            begin, other = self._start, self._one("}", is_quoted)
+            begin = self._start
+            other = self._read("}", is_quoted)[0]
             self._close("}")
-            self._level -= 1
-            self._start = begin
+            self._start, self._level = begin, self._level - 1
             if found[2] or (other.value and not operator) or (found[4] and not is_array):
                 return _Expansion(None, is_array, is_quoted)
-        words = self._held(name, self._span(start, self._at)) if self.known is not None else None
+        words = self._held(name, (self._places[start], self._places[self._at])) if self.known is not None else None
         is_seen = self.known is not None and (words is not None or name not in self.names)
         if operator in ("-", "=", "+") and is_seen:
             is_set = bool(words) and (not found[5] or any(word.value for word in words or ()))
@@ -287,17 +269,13 @@ class Script:
             raise SettingsError(f"{self.source}: what it is filled with has more than {MOST_FILLED:,} characters")
         return _Expansion(words, is_array, is_quoted)
 
-    def _held(self, name: str, span: Range = (0, 0)) -> Sequence[Word] | None:
+    def _held(self, name: str, place: tuple[int, int] = (0, 0)) -> Sequence[Word] | None:
         """What a variable holds; None: that is not seen, or it is not set."""
         if name in self.names:
             words = self.names[name]
             return None if words and [word.value for word in words] == [*words[0].unseen] else words
         value = (self.known or {}).get(name)
-        return None if value is None else [Word(value, [span] * len(value), span)]
-
-    def _character(self, start: int, end: int, char: str) -> Word:
-        span = self._span(start, end)
-        return Word(char, [span], span)
+        return None if value is None else [Word(value, [place[0]] * (len(value) + 1), place)]
 
     def _next(self) -> str:
         """The character behind blanks; empty at the end."""
@@ -316,33 +294,20 @@ class Script:
     def _line_end(self) -> int:
         return end if (end := self._text.find("\n", self._at)) >= 0 else len(self._text)
 
-    def _span(self, start: int, end: int) -> Range:
-        """In the script, of a place in this text."""
-        if not self._spans:
-            return start, end
-        last = len(self._spans) - 1
-        return self._spans[min(start, last)][0], self._spans[min(max(start, end - 1), last)][1]
 
-    def _edit(self, start: int, end: int) -> Range | None:
-        """The same, unless what is written there holds more."""
-        spans = self._spans or ()
-        is_cut = any(0 < at < len(spans) and spans[at - 1] == spans[at] for at in (start, end))
-        return None if is_cut else self._span(start, end)
+def _joined(first: Word, more: Word) -> Word:
+    at, unseen = [*first.at[:-1], *more.at], [*first.unseen, *more.unseen]
+    return more._replace(value=first.value + more.value, at=at, unseen=unseen)
 
 
-def _joined(words: Sequence[Word], place: Range, between: str = "") -> Word:
-    spans: list[Range] = []
-    for number, word in enumerate(words):
-        spans += [word.place] * len(between if number else "")
-        spans += word.spans
-    unseen = [each for word in words for each in word.unseen]
-    return Word(between.join(word.value for word in words), spans, place, None, unseen)
+def _is_whole(at: Sequence[int], start: int, end: int) -> bool:
+    """Whether a place in a text begins and ends where something is written, and not within what an expansion holds."""
+    return all(at[each - 1] != at[each] for each in (start, end) if each)
 
 
 def _part(whole: Word, start: int, end: int) -> Word:
     """A word of those that a variable holds."""
-    value, spans, around = whole.value[start:end], whole.spans[start:end], whole.spans
-    is_cut = any(0 < at < len(around) and around[at - 1] == around[at] for at in (start, end))
-    edit = None if is_cut else (spans[0][0], spans[-1][1])
+    value, at = whole.value[start:end], whole.at[start : end + 1]
+    is_whole = _is_whole(whole.at, start, end)
     unseen = [each for each in whole.unseen if each in value]
-    return Word(value, spans, edit or whole.place, edit, unseen, bool(unseen))
+    return Word(value, at, (at[0], at[-1]) if is_whole else whole.place, unseen, bool(unseen), is_whole)
