@@ -64,7 +64,7 @@ class Metrics:
         self.by_worker = [family for family in vars(self).values() if getattr(family, "_labelnames", ()) == worker]
         self.misses = counter("miss_total", "Requests that got less than they could share", "model", "reason")
         self.explanations_shed = counter(
-            "explanations_shed_total", "Requests not compared with recent ones, because there was no idle time for it"
+            "explanations_shed_total", "Requests not compared with recent ones, for want of time"
         )
         self.first_token = histogram(
             "first_token_seconds",

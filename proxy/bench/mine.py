@@ -33,6 +33,7 @@ from proxy.fleet.worker_metrics import Accepted
 
 # What is asked.
 LENGTHS, PAIRS = (500, 2000, 6000), 3  # tokens of shared system prompts; cold and warm requests of each length
+SHORTEST = 16  # tokens, of what prompts share
 QUICK_LENGTHS, QUICK_PAIRS = (2000,), 1
 FAN_OUT, TURNS = 4, 4  # requests at once on one new prefix, and of the conversation
 SAMPLE_WORDS = 300  # of the prompt by which words are converted to tokens
@@ -477,8 +478,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     lengths, pairs = (QUICK_LENGTHS, QUICK_PAIRS) if args.quick else (LENGTHS, PAIRS)
     lengths, pairs = args.lengths or lengths, pairs if args.pairs is None else args.pairs
-    if min(*lengths, pairs, args.minutes) <= 0:
-        parser.error("lengths, pairs and minutes are above zero")
+    if not (min(lengths) >= SHORTEST and pairs > 0 and args.minutes > 0):  # nor not a number
+        parser.error(f"lengths are at least {SHORTEST} tokens; pairs and minutes are above zero")
     try:
         key = read_secret("api_key_file", args.api_key_file) if args.api_key_file else os.environ.get("OPENAI_API_KEY")
     except SettingsError as error:

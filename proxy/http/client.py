@@ -61,7 +61,7 @@ class Upstream:
         self._most_head = max_header_bytes + MORE_HEADER_BYTES
         self._open: set[WorkerConnection] = set()
         self._idle: defaultdict[str, list[WorkerConnection]] = defaultdict(list)  # by scheme, host and port
-        self._names: TTLCache[str, list[Any]] = TTLCache(1024, NAME_SECONDS)  # their addresses, by place
+        self._names: TTLCache[str, asyncio.Future[list[Any]]] = TTLCache(1024, NAME_SECONDS)  # addresses, by place
         self._checking: asyncio.TimerHandle | None = None
         self._credentials: dict[str, tuple[bytes, bytes]] = {}  # header, by address
         self.own_headers: Headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
@@ -133,6 +133,7 @@ class Upstream:
     async def aclose(self) -> None:
         if self._checking is not None:
             self._checking.cancel()
+            self._checking = None
         for connection in [*self._open]:
             connection.end(Broken("the gateway stops"))
         await asyncio.sleep(0)  # the loop closes them
@@ -160,10 +161,11 @@ class Upstream:
         loop, parts = asyncio.get_running_loop(), urlsplit(place)
         is_tls, host = parts.scheme == "https", parts.hostname or ""
         async with asyncio.timeout(self._connect_timeout):
-            known = self._names.get(place)
-            if known is None:
-                port = parts.port or (443 if is_tls else 80)
-                known = self._names[place] = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            asked = self._names.get(place)  # one lookup for all who wait for it, and beyond the time of each
+            if asked is None or (asked.done() and (asked.cancelled() or asked.exception())):
+                looking = loop.getaddrinfo(host, parts.port or (443 if is_tls else 80), type=socket.SOCK_STREAM)
+                asked = self._names[place] = asyncio.ensure_future(looking)
+            known = await asyncio.shield(asked)
             addresses = [*known]
             known.append(known.pop(0))  # the next connection begins with the next one
             made = await aiohappyeyeballs.start_connection(addresses, happy_eyeballs_delay=NEXT_ADDRESS_SECONDS)

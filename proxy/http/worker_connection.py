@@ -55,7 +55,7 @@ class Answer:
         self.pieces: list[bytes] = []  # of its body, not yet read
         self.held = 0  # bytes of them
         self._connection: WorkerConnection | None = connection  # until its end is here
-        self._error: Broken | None = None  # why there is no more of it
+        self._error: Exception | None = None  # why there is no more of it
         self._waiter: asyncio.Future[None] | None = None
         self.sink: Callable[[bytes], bool] | None = None
 
@@ -129,9 +129,11 @@ class Answer:
         try:
             if sink is None or (pieces and not sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))):
                 return False
-        except Exception:
-            self.sink = None  # whoever reads it in its place meets the same, in a task of its own
-            return False
+        except Exception as error:  # half taken: whoever reads meets this, and nothing more
+            self.pieces, self.held = [], 0
+            if self._connection is not None:
+                self._connection.end(error)
+            return True
         self.pieces, self.held = [], 0
         return True
 
@@ -139,7 +141,7 @@ class Answer:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def end(self, error: Broken | None) -> None:
+    def end(self, error: Exception | None) -> None:
         """No more will come: it is complete, or this is why it is not."""
         self._connection, self._error = None, error
         self.wake()
@@ -189,7 +191,7 @@ class WorkerConnection(asyncio.Protocol):
         self._fields, self._unread, self._is_complete = [], 0, False
         self._heard = self._loop.time()
         try:
-            self._transport.writelines((head, body))
+            self._transport.writelines((head, body) if body else (head,))  # asyncio never drops an empty one
             while not answer.status:
                 await answer.more()
         except BaseException:
@@ -203,7 +205,7 @@ class WorkerConnection(asyncio.Protocol):
             self._is_paused, self._heard = False, self._loop.time()
             self._transport.resume_reading()
 
-    def end(self, error: Broken | None, keeps: bool = False) -> None:
+    def end(self, error: Exception | None, keeps: bool = False) -> None:
         """The answer under way is complete, or this is why it never will be. Close at once, unless this `keeps` it."""
         answer, self._answer = self._answer, None
         if answer is not None:
@@ -279,6 +281,8 @@ class WorkerConnection(asyncio.Protocol):
             raise ValueError("more than one answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if b"\t" in value and name.lower() == CODING:
+            raise ValueError("a tab behind a transfer coding")  # httptools would not see that it is `chunked`
         self._fields.append((name, value.rstrip(b" \t")))
 
     def on_headers_complete(self) -> None:

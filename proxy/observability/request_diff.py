@@ -37,7 +37,7 @@ MIN_MISSING = 64
 
 # Of one core, for all searches, and CPU seconds that are saved up for many at once: a search takes more than all else
 # that is done for a request, and one prompt in a hundred tells as much as each of them.
-SEEK_SHARE, SEEK_SAVED = 0.02, 0.1
+SEEK_SHARE, SEEK_SAVED = 0.1, 0.1
 
 EXCERPT_CHARACTERS = 80
 MAX_ROLE_CHARACTERS = 64
@@ -329,8 +329,7 @@ class _Likeness:
     @property
     def is_all_but_equal(self) -> bool:
         """Whether no other request can be much more like the new one."""
-        both = self.behind + (self._both_begin if self._setting is None else 0)
-        return both * 8 >= _bytes(self._new.parts) * 7
+        return self.behind * 8 >= (_bytes(self._new.parts) - self.beginning) * 7
 
     @cached_property
     def _alike(self) -> int:

@@ -342,8 +342,8 @@ class Accounting(Part):
     def _change(self, exchange: Exchange, expected: Expectation, delivery: Delivery) -> Steps[PrefixChange | None]:
         """Where the request differs in the middle from a recent one.
 
-        Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it, or most
-        of a core would go into searches.
+        Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it, or more
+        than a tenth of a core would go into searches.
         """
         remembered, recent = exchange.prompt.remembered, self._reader.recent
         if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:

@@ -112,7 +112,8 @@ class AdapterChanges:
             answer = await self._upstream.send(
                 "POST", worker.address + head.target, headers, body, self._silence_timeout, fresh=True
             )
-            kind, told = (answer.header("content-type") or "").encode(), await answer.read()
+            with contextlib.closing(answer):
+                kind, told = (answer.header("content-type") or "").encode(), await answer.read()
         except (Unreachable, Broken) as error:
             return _Changed(worker, why_not=str(error) or "it broke off")
         has_route = answer.status not in (404, 405) or b"adapter" in told.lower()  # the word is in what vLLM then says

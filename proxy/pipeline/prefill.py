@@ -165,8 +165,10 @@ class Prefills:
             return
         put = {"stream": False, TRANSFER: params, **HINTED[exchange.head.endpoint].one_token}
         raw = exchange.body.for_prefill((), put, _LEFT_OUT)
-        with contextlib.suppress(Broken, Unreachable):  # then its lease ends
-            response = await self._send(exchange, decoder, raw, headers)
+        with (
+            contextlib.suppress(Broken, Unreachable),  # then its lease ends
+            contextlib.closing(await self._send(exchange, decoder, raw, headers)) as response,
+        ):
             async for _ in response.chunks():
                 pass
 

@@ -165,7 +165,7 @@ CODINGS = b"gzip, chunked|chunked, gzip|identity||chunked\r\ntransfer-encoding: 
 BAD_HEADS = (
     *(b"HTTP/%b\r\n" % line for line in LINES.split(b"|")),
     *(OK + fields + b"\r\n" for fields in FIELDS.split(b"|")),
-    *(OK + b"transfer-encoding: %b\r\n" % coding for coding in CODINGS.split(b"|")),
+    *(OK + b"transfer-encoding: %b\r\n" % coding for coding in [*CODINGS.split(b"|"), b" chunked\t"]),
     b"SSH-2.0-OpenSSH_9.2\r\n",
 )
 
@@ -200,3 +200,16 @@ def test_no_head_nor_trailer_is_longer_than_it_may_be_however_it_comes(begun):
 def test_a_connection_is_not_kept_after_a_head_alone_nor_with_a_request_that_is_not_wholly_sent():
     assert read(OK + SIZED + b"\r\n", method="HEAD") == (Read(200, ((b"content-length", b"2"),), b"", True), False)
     assert read(WHOLE, unsent=1)[1] is False
+
+
+async def test_a_piece_that_its_sink_fails_at_ends_the_answer_and_none_is_read_in_its_place():
+    connection = WorkerConnection(MOST_HEAD, [], set())
+    with socket.socket() as own:
+        connection.connection_made(Mock(**{"get_extra_info.return_value": own}))
+    asking = asyncio.create_task(connection.ask(b"", b"", None, is_head=False, may_repeat=False))
+    await asyncio.sleep(0)
+    connection.data_received(OK + SIZED + b"\r\n")
+    (answer := await asking).divert(Mock(side_effect=KeyError("half taken")))
+    connection.data_received(b"a")
+    with pytest.raises(KeyError):
+        await answer.next_chunk()
