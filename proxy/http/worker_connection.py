@@ -104,7 +104,7 @@ class Answer:
         """The whole body. Raises `Broken`."""
         return b"".join([chunk async for chunk in self.chunks()])
 
-    def divert(self, sink: Callable[[bytes], bool] | None) -> None:
+    def divert(self, sink: Callable[[bytes], bool]) -> None:
         """Have pieces given to `sink` where they arrive, before a task is woken; one it does not take waits as usual.
 
         The end of the body is always left to be read, and so is all that comes while something waits.
@@ -123,8 +123,8 @@ class Answer:
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
-    def is_taken(self) -> bool:
-        """Whether the sink has taken what is here."""
+    def give_to_sink(self) -> bool:
+        """Give it what is here; whether it has taken that."""
         pieces, sink = self.pieces, self.sink
         try:
             if sink is None or (pieces and not sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))):
@@ -253,7 +253,7 @@ class WorkerConnection(asyncio.Protocol):
             self.end(None, keeps=self._keeps and not fault)
         elif fault or self._unread > self._most_head:
             self.end(Malformed(fault or "a head, or what stands between the pieces of a body, is too long"))
-        elif not (may_divert and answer.is_taken()):
+        elif not (may_divert and answer.give_to_sink()):
             if answer.held > MOST_HELD:
                 self._is_paused = True
                 self._transport.pause_reading()

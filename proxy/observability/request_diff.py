@@ -35,8 +35,8 @@ MIN_BEHIND, MIN_LOST = 128, 32
 # answer, and less than a match unit, are no sign of it.
 MIN_MISSING = 64
 
-# Of one core, for all searches, and CPU seconds that are saved up for many at once: a search takes more than all else
-# that is done for a request, and one prompt in a hundred tells as much as each of them.
+# Of one core, for all searches, and CPU seconds that are saved up for many at once: a search can take more than all
+# else that is done for a request.
 SEEK_SHARE, SEEK_SAVED = 0.1, 0.1
 
 EXCERPT_CHARACTERS = 80
