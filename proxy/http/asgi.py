@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import enum
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
 
@@ -40,23 +39,37 @@ OWN_RESPONSE = HOP_BY_HOP | frozenset(
 
 _NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is not accepted (RFC 9110, 12.4.2)
 
-# ASGI extensions of the gateway's own server: functions, and then facts that are there or not.
-ON_DISCONNECT = "seamark.on_disconnect"  # registers a callback for when the client leaves
-BODY_STATE = "seamark.body_state"  # says how far the server has come with the body, as a `BodyState`
-HOLD_HEAD = "seamark.hold_head"  # holds the head of an answer back: called before it if the whole body is sent next
-WRITE_CHUNK = "seamark.write_chunk"  # writes a part of a body at once; whether it could. Of no bytes: whether it can
-WANTS_WEBSOCKET = "seamark.wants_websocket"  # the client offered to go on as one
-IS_CROWDED = "seamark.is_crowded"  # there are more connections than fit: the request is to be refused
+SERVED = "seamark.served"  # the extension by which the gateway's own server gives the `Served` of a request
 
-IS_WHOLE = "seamark.is_whole"  # in the message of a head whose whole body is sent next
+BODILESS = (204, 304)  # statuses without a body, and without a length to announce
 
 
-class BodyState(enum.Enum):
-    """What the server knows of a request's body."""
+class Served(Protocol):
+    """What the gateway's own server offers of a request beyond ASGI."""
 
-    COMING = "coming"
-    HERE = "here"  # all of it, so that reading it waits for nothing
-    BROKEN = "broken"  # what came is no HTTP, so that no more will follow
+    is_crowded: bool  # there are more connections than fit: it is to be refused
+    wants_websocket: bool  # its client offered to go on as one
+    is_broken: bool  # what came of its body is no HTTP, so that no more will follow
+    is_left: bool  # its client is gone
+    on_left: Callable[[], None] | None  # is called when that happens
+
+    def whole_body(self) -> bytes | None:
+        """The body, if all of it is here."""
+
+    def answer(self, status: int, headers: HeaderList, body: bytes) -> bool:
+        """Send a whole answer, whose headers tell its length; whether that could be done at once."""
+
+    def is_writable(self) -> bool:
+        """Whether `write_chunk` may be called: the answer has begun, comes in chunks, and the client takes them."""
+
+    def write_chunk(self, piece: bytes) -> None:
+        """Send a piece of the body, which is not empty."""
+
+
+def served(scope: Scope) -> Served | None:
+    """None under any other server."""
+    found: Served | None = scope.get("extensions", {}).get(SERVED)
+    return found
 
 
 class Pace(NamedTuple):
@@ -156,7 +169,8 @@ def crowded() -> Overloaded:
 
 def check_room(scope: Scope) -> None:
     """Raises `Overloaded` if the request came on a connection beyond those that fit."""
-    if IS_CROWDED in scope.get("extensions", ()):
+    its = served(scope)
+    if its is not None and its.is_crowded:
         raise crowded()
 
 
@@ -166,43 +180,38 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
     Raises `BodyTooLarge` past `limit` bytes, before anything is read where the client says so; `TooSlow` when it
     falls behind `pace`; `InvalidHttp`, `Overloaded`, `KeyBusy`, and `ClientGone` when the client leaves before its end.
     """
+    its = served(scope)
+    if its is not None and (whole := its.whole_body()) is not None:
+        if len(whole) > limit:
+            raise too_large(limit)
+        room.take(len(whole))
+        return whole
+    _check_announced(scope, limit)
     # Grows in place, and at a megabyte moves to pages of its own: parts kept until they are joined would take the body
     # twice, and leave holes in the heap.
     body = bytearray()
-    size = 0
-    state = scope.get("extensions", {}).get(BODY_STATE, lambda: BodyState.COMING)
-    began: float | None = None  # reading had to wait from then on
+    now = began = asyncio.get_running_loop().time()
     try:
         while True:
-            if state() is BodyState.HERE:
+            until = now + pace.seconds
+            if pace.rate:
+                until = min(until, began + pace.seconds + len(body) / pace.rate)
+            async with asyncio.timeout_at(until):
                 message = await receive()
-            else:
-                now = asyncio.get_running_loop().time()
-                if began is None:
-                    _check_announced(scope, limit)
-                    began = now
-                until = now + pace.seconds
-                if pace.rate:
-                    until = min(until, began + pace.seconds + size / pace.rate)
-                async with asyncio.timeout_at(until):
-                    message = await receive()
-                if state() is BodyState.BROKEN:
-                    raise InvalidHttp("The request's body is not valid HTTP.")
+            if its is not None and its.is_broken:
+                raise InvalidHttp("The request's body is not valid HTTP.")
             if message["type"] == "http.disconnect":
                 raise ClientGone
             part = message.get("body", b"")
-            if size + len(part) > limit:
+            if len(body) + len(part) > limit:
                 raise too_large(limit)
             room.take(len(part))
-            size += len(part)
-            if not message.get("more_body"):
-                if not body:
-                    return bytes(part)
-                body += part
-                return bytes(body)
             body += part
+            if not message.get("more_body"):
+                return bytes(body)
+            now = asyncio.get_running_loop().time()
     except BaseException as error:
-        room.give_back(size)
+        room.give_back()
         if isinstance(error, TimeoutError):
             text = (
                 f"The request came too slowly: nothing for {pace.seconds:g} seconds (setting client_timeout), or fewer "
@@ -272,14 +281,27 @@ def _takes_identity(accepted: list[bytes]) -> bool:
     return _NONE_SUCH.fullmatch(weights.get(b"identity", weights.get(b"*", b""))) is None
 
 
+def head_of(first: bytes, headers: Sequence[tuple[bytes, bytes]], last: bytes, own_lines: int) -> bytes:
+    """The head of a message, its headers byte for byte; `own_lines`: so many are in `first` and `last`.
+
+    Raises `ValueError` for a header that would not end where its line does.
+    """
+    parts = [first]
+    for name, value in headers:
+        parts += (name, b": ", value, b"\r\n")
+    parts += (last, b"\r\n")
+    head = b"".join(parts)
+    if not head.count(b"\r") == head.count(b"\n") == own_lines + len(headers) + 1 or b"\0" in head:
+        raise ValueError("a header has a line break, or a null byte")
+    return head
+
+
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
-    headers = [*headers, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers, IS_WHOLE: True})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _nothing() -> MutableMapping[str, Any]:
-    return {"type": "http.disconnect"}
+    headers = [*headers, (b"content-length", b"%d" % len(body))]
+    at_once: Callable[[int, HeaderList, bytes], bool] | None = getattr(send, "whole", None)  # as `Reply` has it
+    if at_once is None or not at_once(status, headers, body):
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 class ClientWatch:
@@ -290,20 +312,21 @@ class ClientWatch:
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._scope = scope
+        self._served = served(scope)
         self._receive = receive
         self._task: asyncio.Task[Any] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.gone = False
         self.over = False  # the server has the whole answer, so a disconnect means nothing any more
 
-    async def __aenter__(self) -> ClientWatch:
+    def __enter__(self) -> ClientWatch:
         self._task = asyncio.current_task()
-        call_back = self._scope.get("extensions", {}).get(ON_DISCONNECT)
-        if call_back is not None:
-            call_back(self._left)
-        else:
+        if self._served is None:
             self._watching = asyncio.create_task(self._watch())
+        elif self._served.is_left:
+            self._left()
+        else:
+            self._served.on_left = self._left
         return self
 
     async def _watch(self) -> None:
@@ -317,10 +340,11 @@ class ClientWatch:
             if self._task is not None:
                 self._task.cancel()
 
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.over = True
-        self._scope, self._receive = {}, _nothing  # which lead back here
-        if self._watching is not None:
+        if self._served is not None:
+            self._served.on_left = None  # it leads back here
+        elif self._watching is not None:
             self._watching.cancel()
         if self.gone and self._task is not None:
             self._task.uncancel()

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import aiohappyeyeballs
 from cachetools import TTLCache
 
+from proxy.http.asgi import head_of
 from proxy.http.worker_connection import Answer, Broken, Headers, Malformed, Silent, Stale, WorkerConnection
 
 __all__ = ["Answer", "Broken", "Headers", "Malformed", "Silent", "Stale"]
@@ -89,7 +90,7 @@ class Upstream:
         has_body = bool(body) or method not in SAFE
         named = host.removesuffix(":443" if scheme == "https" else ":80")
         first = b"%b /%b HTTP/1.1\r\nHost: %b\r\n" % (method.encode(), target.encode("latin-1"), named.encode())
-        head = _head(first, headers, len(body) if has_body else None)
+        head = head_of(first, headers, b"Content-Length: %d\r\n" % len(body) if has_body else b"", 2 + has_body)
         connection = await self._connection(f"{scheme}://{host}", fresh)
         if connection.is_stale():
             connection.end(None)
@@ -194,19 +195,6 @@ class Upstream:
         if number == errno.ECONNREFUSED:
             return "connection refused: nothing listens there, or not yet"
         return os.strerror(number).lower() if number else "no connection"
-
-
-def _head(first: bytes, headers: Headers, size: int | None) -> bytes:
-    """A request's head, its headers byte for byte; `size`: of its body. Raises `ValueError`, see `Upstream.send`."""
-    parts = [first]
-    for name, value in headers:
-        parts += (name, b": ", value, b"\r\n")
-    parts.append(b"\r\n" if size is None else b"Content-Length: %d\r\n\r\n" % size)
-    head = b"".join(parts)
-    lines = len(headers) + (3 if size is None else 4)
-    if not head.count(b"\r") == head.count(b"\n") == lines or b"\0" in head:
-        raise ValueError("a header has a line break, or a null byte")
-    return head
 
 
 _tls = cache(ssl.create_default_context)

@@ -57,7 +57,7 @@ class Answer:
         self._connection: WorkerConnection | None = connection  # until its end is here
         self._error: Exception | None = None  # why there is no more of it
         self._waiter: asyncio.Future[None] | None = None
-        self.sink: Callable[[bytes], bool] | None = None
+        self.sink: Callable[[bytes], bool] | None = None  # is given each piece, and says whether it has taken that
 
     def header(self, name: str) -> str | None:
         value = self.named.get(name.lower().encode())
@@ -104,12 +104,11 @@ class Answer:
         """The whole body. Raises `Broken`."""
         return b"".join([chunk async for chunk in self.chunks()])
 
-    def divert(self, sink: Callable[[bytes], bool]) -> None:
-        """Have pieces given to `sink` where they arrive, before a task is woken; one it does not take waits as usual.
-
-        The end of the body is always left to be read, and so is all that comes while something waits.
-        """
-        self.sink = sink
+    def take(self, piece: bytes) -> None:
+        """A piece has come. While none waits, the sink may have it in this call; whoever reads is then not woken."""
+        if self.sink is None or self.pieces or not self.sink(piece):
+            self.pieces.append(piece)
+            self.held += len(piece)
 
     def close(self) -> None:
         """Close the connection if the body has not come to its end; otherwise that may serve another request by now."""
@@ -122,20 +121,6 @@ class Answer:
             raise self._error
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
-
-    def give_to_sink(self) -> bool:
-        """Give it what is here; whether it has taken that."""
-        pieces, sink = self.pieces, self.sink
-        try:
-            if sink is None or (pieces and not sink(pieces[0] if len(pieces) == 1 else b"".join(pieces))):
-                return False
-        except Exception as error:  # half taken: whoever reads meets this, and nothing more
-            self.pieces, self.held = [], 0
-            if self._connection is not None:
-                self._connection.end(error)
-            return True
-        self.pieces, self.held = [], 0
-        return True
 
     def wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -164,6 +149,8 @@ class WorkerConnection(asyncio.Protocol):
         """`most_head` in bytes, of a head; `idle`: where it waits for its next request, None: it serves one only."""
         self._most_head, self._idle, self._open_ones = most_head, idle, open_ones
         self._loop = asyncio.get_running_loop()
+        self._pieces: list[bytes] = []  # of a body, out of the bytes that have just come
+        self.on_body = self._pieces.append  # a function of Python's would cost more than the parser
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None  # to the request under way
         self._limit: float | None = None  # seconds of silence
@@ -244,16 +231,24 @@ class WorkerConnection(asyncio.Protocol):
             self.end(None)
             return
         self._unread += len(data)
-        may_divert, fault = answer.sink is not None and not answer.pieces, ""
+        fault: Exception | None = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            fault = str(error.__context__ or error)
+            fault = Malformed(str(error.__context__ or error))
+        if pieces := self._pieces:
+            piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            self._unread = 0
+            try:
+                answer.take(piece)
+            except Exception as error:  # half taken: whoever reads meets this, and nothing more
+                self._is_complete, fault = False, error
         if self._is_complete:
-            self.end(None, keeps=self._keeps and not fault)
-        elif fault or self._unread > self._most_head:
-            self.end(Malformed(fault or "a head, or what stands between the pieces of a body, is too long"))
-        elif not (may_divert and answer.give_to_sink()):
+            self.end(None, keeps=self._keeps and fault is None)
+        elif fault is not None or self._unread > self._most_head:
+            self.end(fault or Malformed("a head, or what stands between the pieces of a body, is too long"))
+        elif answer.pieces or answer.sink is None:
             if answer.held > MOST_HELD:
                 self._is_paused = True
                 self._transport.pause_reading()
@@ -304,12 +299,6 @@ class WorkerConnection(asyncio.Protocol):
         if self._is_head_all:
             self._is_complete = True
             raise ValueError("a body")
-
-    def on_body(self, piece: bytes) -> None:
-        self._unread = 0
-        if self._answer is not None:
-            self._answer.pieces.append(piece)
-            self._answer.held += len(piece)
 
     def on_message_complete(self) -> None:
         self._is_complete = self._answer is not None and self._answer.status > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -253,9 +253,8 @@ class Reply:
 
     _send: asgi.Send
     _timings: Timings
-    _hold_head: Callable[[], None] | None = None  # the server's `asgi.HOLD_HEAD`, if it has it
+    served: asgi.Served | None = None  # by the gateway's own server; None under another, and if nobody waits
     watch: asgi.ClientWatch | None = None  # None: nobody waits for the answer
-    write_chunk: Callable[[bytes], bool] | None = None  # the server's `asgi.WRITE_CHUNK`, if it has it
     started: bool = False
     failure: int = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
     _begun_as: int = 0
@@ -263,13 +262,23 @@ class Reply:
     async def __call__(self, message: asgi.Scope) -> None:
         if message["type"] == "http.response.start":
             self._begun_as, self.started = message["status"], True
-            own = (OWN_TIME, f"{self._timings.own_milliseconds:.1f}".encode())
-            message = {**message, "headers": [*message["headers"], own]}
-            if self._hold_head is not None and asgi.IS_WHOLE in message:
-                self._hold_head()
+            message = {**message, "headers": [*message["headers"], self._own_time]}
         elif self.watch is not None and not message.get("more_body"):
             self.watch.over = True
         await self._send(message)
+
+    def whole(self, status: int, headers: asgi.HeaderList, body: bytes) -> bool:
+        """Send a whole answer, as `asgi.Served.answer`."""
+        if self.served is None or not self.served.answer(status, [*headers, self._own_time], body):
+            return False
+        self._begun_as, self.started = status, True
+        if self.watch is not None:
+            self.watch.over = True
+        return True
+
+    @property
+    def _own_time(self) -> tuple[bytes, bytes]:
+        return OWN_TIME, b"%.1f" % self._timings.own_milliseconds
 
     @property
     def status(self) -> int:
@@ -440,8 +449,7 @@ def exchange_of(
     headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY)
     head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key)
     timings = Timings()
-    hold_head, write_chunk = map(scope.get("extensions", {}).get, (asgi.HOLD_HEAD, asgi.WRITE_CHUNK))
-    reply = Reply(send or _nowhere, timings, hold_head, watch, write_chunk)
+    reply = Reply(send or _nowhere, timings, asgi.served(scope), watch)
     return Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
 
 

@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
@@ -72,8 +71,6 @@ HOW_STORED = b" vLLM stores responses if it is started with VLLM_ENABLE_RESPONSE
 
 # Headers of a chat that say something else of a message.
 NOT_OF_MESSAGES = ("content-length", "content-encoding", "content-type")
-
-BODILESS = (204, 304)  # statuses without a body, and without a length to announce
 
 
 @dataclass(eq=False)
@@ -230,7 +227,7 @@ class ResponseRelay:
         exchange, head = lease.exchange, lease.exchange.head
         kind = response.header("content-type") or ""
         is_json = kind.startswith("application/json")
-        has_body = response.status not in BODILESS and head.method != "HEAD"
+        has_body = response.status not in asgi.BODILESS and head.method != "HEAD"
         if not response.is_encoded and kind.startswith(EVENT_STREAM):
             await self._stream_events(lease, response)
             return
@@ -251,7 +248,7 @@ class ResponseRelay:
         """
         exchange = lease.exchange
         headers = _response_headers(exchange, response)
-        if response.status not in BODILESS and (length := response.header("content-length")) is not None:
+        if response.status not in asgi.BODILESS and (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
         await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
         passing = PassingUsage()
@@ -267,42 +264,39 @@ class ResponseRelay:
     async def _stream_events(self, lease: Lease, response: Answer) -> None:
         """Pass an event stream on as it comes. A break becomes an event."""
         exchange, reply = lease.exchange, lease.exchange.reply
-
-        def first_event() -> None:
-            timings = exchange.timings
-            timings.first_byte, timings.is_stream = time.perf_counter(), True
-            timings.was_alone = lease.is_alone
-            lease.prefilled()
-            if reply.write_chunk is not None and exchange.send is reply:  # nothing else looks at what is sent
-                response.divert(partial(stream.write_through, reply.write_chunk))
-
         headers = _response_headers(exchange, response)
         await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
 
         def opened(event: bytes) -> None:  # it names the response: from now on that can be asked for
             self._accounting.opened(exchange, data_of_last(event).get("response"))
 
+        served = reply.served if exchange.send is reply else None  # else something looks at what is sent
         choices = choices_of(exchange.body.parsed) if exchange.body.strips_usage else 0
-        stream = SseRelay(exchange.send, choices, opened if exchange.head.endpoint == RESPONSES else None)
+        names = opened if exchange.head.endpoint == RESPONSES else None
+        stream = SseRelay(response, exchange.send, served, choices, names)
         end = b""
-        with self._heartbeats.watching(stream, lease.worker):
-            try:
-                async with asyncio.timeout(None) as stream.scope:
-                    await stream.run(response.chunks(), first_event)
-            except (Broken, TimeoutError) as error:
-                if isinstance(error, TimeoutError) and stream.scope is not None:
-                    raise  # the client's
-                end = _error_event(exchange, _worker_error(lease.worker, error), stream)
-            except asyncio.CancelledError:
-                exchange.delivered = reply.has_lost_client and stream.is_complete
-                if not reply.has_lost_client:  # the server stops
-                    await stream.finish(_error_event(exchange, Stopping("The gateway is stopping."), stream))
-                elif not exchange.delivered:
-                    reply.failed(CLIENT_GONE)
-                usage = stream.usage if exchange.delivered else None
-                self._accounting.reported(exchange, RequestOutcome(response.status, usage), stream.response)
-                raise
-            await stream.finish(end)
+        self._heartbeats.streams[stream] = lease.worker
+        try:
+            if piece := await response.next_chunk():
+                timings = exchange.timings
+                timings.first_byte, timings.is_stream = time.perf_counter(), True
+                timings.was_alone = lease.is_alone
+                lease.prefilled()
+                await stream.run(piece)
+        except Broken as error:
+            end = _error_event(exchange, _worker_error(lease.worker, error), stream)
+        except asyncio.CancelledError:
+            exchange.delivered = reply.has_lost_client and stream.is_complete
+            if not reply.has_lost_client:  # the server stops
+                await stream.finish(_error_event(exchange, Stopping("The gateway is stopping."), stream))
+            elif not exchange.delivered:
+                reply.failed(CLIENT_GONE)
+            usage = stream.usage if exchange.delivered else None
+            self._accounting.reported(exchange, RequestOutcome(response.status, usage), stream.response)
+            raise
+        finally:
+            del self._heartbeats.streams[stream]
+        await stream.finish(end)
         self._accounting.reported(exchange, RequestOutcome(response.status, stream.usage), stream.response)
 
     async def _answer_whole(self, lease: Lease, response: Answer) -> None:

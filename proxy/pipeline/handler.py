@@ -188,7 +188,7 @@ class RequestHandler:
                 watch = asgi.ClientWatch(scope, receive)
                 exchange = exchange_of(scope, raw, request_id, key, send, watch)
                 exchange.engine_id, exchange.is_named = self._engine_id(request_id), request_id == given
-                async with watch:
+                with watch:
                     await self._pass_through(exchange, held)
         except asgi.ClientGone:
             if exchange is not None and not (exchange.delivered and exchange.reply.started):

@@ -11,7 +11,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from proxy.chat.usage import Usage, usage_of
 from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
+from proxy.http.client import Answer
 from proxy.http.json_body import loads
 from proxy.idle_work import beside
 
@@ -44,7 +45,9 @@ _LAST = (b"data: [DONE]", b"event: message_stop", *_ENDED)
 
 @dataclass(eq=False)
 class SseRelay:
+    _answer: Answer
     _send: asgi.Send
+    _served: asgi.Served | None = None  # by which pieces are sent where they arrive; None: all go by `_send`
     _choices: int = 0  # remove the event that holds only usage, behind the ends of so many; 0: leave it
     # Called with the first event before that is sent; then `first` and `last` are kept.
     _opened: Callable[[bytes], None] | None = None
@@ -60,27 +63,28 @@ class SseRelay:
     moved: float = field(default_factory=lambda: time.monotonic())  # when something was last sent
     sending: bool = False
     _refusals: int = 0  # by its worker, since that said something
-    scope: asyncio.Timeout | None = None  # inside which it runs
 
-    async def run(self, chunks: AsyncIterator[bytes], begun: Callable[[], None] = lambda: None) -> None:
-        """Pass on everything up to the end, the end itself excepted; `begun` is called when the first piece comes."""
-        first = True
-        async for piece in chunks:
-            if first:
-                first = False
-                begun()
-            if chunk := self._take(piece):
-                await self._pass_on(chunk)
-                self._passed = chunk
+    async def run(self, piece: bytes) -> None:
+        """Pass on this piece and all behind it up to the end, the end itself excepted."""
+        self._answer.sink = self.write_through
+        try:
+            while piece:
+                if not self.write_through(piece) and (chunk := self._take(piece)):
+                    await self._pass_on(chunk)
+                    self._passed = chunk
+                piece = await self._answer.next_chunk()
+        finally:
+            self._answer.sink = None  # it leads back here
         self._terminal += self._held
         self._held = b""
 
-    def write_through(self, write: Callable[[bytes], bool], piece: bytes) -> bool:
-        """Pass a piece on in the call that brings it; whether that could be done. `write` as `asgi.WRITE_CHUNK`."""
-        if self.sending or self._closed or not write(b""):
+    def write_through(self, piece: bytes) -> bool:
+        """Pass a piece on in the call that brings it; whether that could be done."""
+        served = self._served
+        if served is None or self.sending or self._closed or not served.is_writable():
             return False
         if chunk := self._take(piece):
-            write(chunk)
+            served.write_chunk(chunk)
             self._whole, self._passed, self.moved = chunk.endswith(_ENDS), chunk, time.monotonic()
         return True
 
@@ -105,7 +109,7 @@ class SseRelay:
 
     async def finish(self, event: bytes = b"") -> None:
         """End the stream, with one more event if there is one."""
-        self._closed, self.scope = True, None
+        self._closed = True
         if event and not self._whole:
             event = b"\n\n" + event
         await self._send({"type": "http.response.body", "body": self._terminal + event})
@@ -113,9 +117,8 @@ class SseRelay:
     def refused(self, in_a_row: int) -> None:
         """Nothing listens at its worker, for so many checks: break it off if it has brought nothing meanwhile."""
         self._refusals += 1
-        if min(self._refusals, in_a_row) >= GONE_CHECKS and self.scope is not None and not self.sending:
-            self.scope.reschedule(asyncio.get_running_loop().time())
-            self.scope = None
+        if min(self._refusals, in_a_row) >= GONE_CHECKS and not self.sending:
+            self._answer.close()
 
     async def beat(self) -> None:
         """A comment, between two events."""
@@ -238,28 +241,19 @@ class Heartbeats(Part):
 
     _interval: float  # seconds; 0: never
     _sent: Counter  # counts the comments
-    _streams: dict[SseRelay, Worker] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def watching(self, stream: SseRelay, worker: Worker) -> Iterator[None]:
-        """The stream of `worker` gets comments while this is entered."""
-        self._streams[stream] = worker
-        try:
-            yield
-        finally:
-            del self._streams[stream]
+    streams: dict[SseRelay, Worker] = field(default_factory=dict)  # under way, and by whom
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
         """Break off what hangs at a worker that is gone."""
         if change is not Change.REFUSED:
             return
-        for stream in [each for each, of in self._streams.items() if of is worker]:
+        for stream in [each for each, of in self.streams.items() if of is worker]:
             stream.refused(worker.refusals)
 
     async def run(self) -> None:
         while self._interval:
             await asyncio.sleep(self._interval / 4)
             silent = time.monotonic() - self._interval
-            for stream in [each for each in self._streams if each.moved <= silent and not each.sending]:
+            for stream in [each for each in self.streams if each.moved <= silent and not each.sending]:
                 self._sent.inc()
                 beside(stream.beat())

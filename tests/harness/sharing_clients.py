@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 from proxy.fleet.probe import Probed
@@ -49,8 +50,8 @@ class Client:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         self.key, self.result = key, ""
         self.run: Run | None = None  # whose answer it is to get
-        told = {asgi.ON_DISCONNECT: lambda call_back: setattr(self, "leaves", call_back)}
-        self.watch = asgi.ClientWatch({"extensions": told}, _nothing)
+        self.served = SimpleNamespace(is_left=False, on_left=None)
+        self.watch = asgi.ClientWatch({"extensions": {asgi.SERVED: self.served}}, _nothing)
         self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got, watch=self.watch)
         self.request.body.take(json.loads(raw), self.request.head, asks_usage=False)
         self.head: dict[bytes, bytes] = {}
@@ -58,6 +59,10 @@ class Client:
         self.reads = asyncio.Event()
         self.reads.set()
         self.task: asyncio.Task[None] = None  # type: ignore[assignment]
+
+    def leaves(self) -> None:
+        if self.served.on_left is not None:
+            self.served.on_left()
 
     def stops_reading(self) -> None:
         self.reads.clear()

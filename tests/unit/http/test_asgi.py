@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
 from proxy.http import asgi
-from proxy.http.asgi import BodyMemory, BodyState, ClientGone, ClientWatch, Pace, end_to_end, read_body
+from proxy.http.asgi import BodyMemory, ClientGone, ClientWatch, Pace, end_to_end, read_body
 from tests.harness.virtual_time import on_virtual_time
 
 
@@ -66,7 +67,8 @@ async def test_bodies_broken_off_give_their_room_back(messages, error):
 
 
 async def test_a_body_for_which_there_is_no_room_or_that_is_no_http_gives_back_what_it_had():
-    broken, memory = {**SCOPE, "extensions": {asgi.BODY_STATE: lambda: BodyState.BROKEN}}, BodyMemory(5)
+    served = SimpleNamespace(whole_body=lambda: None, is_broken=True)
+    broken, memory = {**SCOPE, "extensions": {asgi.SERVED: served}}, BodyMemory(5)
     for scope, error in ((SCOPE, Overloaded), (broken, InvalidHttp)):
         with pytest.raises(error):
             await read(scope, piece(b"abc"), piece(b"def"), limit=100, memory=memory)
@@ -111,9 +113,9 @@ async def test_a_body_may_be_as_long_as_the_limit_in_one_piece_and_in_several():
 
 
 async def test_a_request_on_a_connection_too_many_is_refused():
-    asgi.check_room({"extensions": {asgi.BODY_STATE: None}})
+    asgi.check_room({"extensions": {asgi.SERVED: SimpleNamespace(is_crowded=False)}})
     with pytest.raises(Overloaded, match="max_connections"):
-        asgi.check_room({"extensions": {asgi.IS_CROWDED: {}}})
+        asgi.check_room({"extensions": {asgi.SERVED: SimpleNamespace(is_crowded=True)}})
 
 
 @pytest.mark.parametrize(
@@ -149,7 +151,7 @@ async def test_a_watch_waits_for_the_message_that_says_so_and_for_no_other():
     messages: asyncio.Queue = asyncio.Queue()
 
     async def handle():
-        async with ClientWatch({}, messages.get):
+        with ClientWatch({}, messages.get):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(handle())

@@ -106,10 +106,6 @@ _pieces = st.lists(st.binary(min_size=1, max_size=40), max_size=4)
 _extension = st.sampled_from([b"", b"", b";a", b";a=b", b';a="b"'])
 
 
-_cuts = st.lists(st.integers(0, 2000), max_size=6)
-_methods = st.sampled_from(["GET", "GET", "GET", "HEAD"])
-
-
 @st.composite
 def _answers(draw: st.DrawFn) -> bytes:
     """Correct ones, and what may follow them."""
@@ -209,7 +205,7 @@ async def test_a_piece_that_its_sink_fails_at_ends_the_answer_and_none_is_read_i
     asking = asyncio.create_task(connection.ask(b"", b"", None, is_head=False, may_repeat=False))
     await asyncio.sleep(0)
     connection.data_received(OK + SIZED + b"\r\n")
-    (answer := await asking).divert(Mock(side_effect=KeyError("half taken")))
+    (answer := await asking).sink = Mock(side_effect=KeyError("half taken"))
     connection.data_received(b"a")
     with pytest.raises(KeyError):
         await answer.next_chunk()

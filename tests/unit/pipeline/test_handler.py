@@ -20,7 +20,6 @@ from proxy.chat.chat import CHAT
 from proxy.errors import GatewayError, NotFound, NoWorker, Overloaded, SettingsError, Unauthorized, WorkerFailed
 from proxy.fleet.part import Change
 from proxy.http import asgi
-from proxy.http.asgi import IS_CROWDED
 from proxy.http.client import Broken, Unreachable
 from proxy.pipeline.error_responses import error_event, send_error
 from proxy.pipeline.gateway import Gateway
@@ -180,7 +179,8 @@ async def test_who_is_refused_at_the_door_is_no_request(with_keys, worker):
     assert (await with_keys.post(chat("Tide?"))).status_code == 401
     call = with_keys.opened(chat("Tide?"), "/v1/../x", **bearer("ann"))
     assert (await call.message())["status"] == 404
-    crowded = {"method": "POST", "path": "/v1/x", "query_string": b"", "headers": [], "extensions": {IS_CROWDED: True}}
+    served = {asgi.SERVED: Mock(is_crowded=True)}
+    crowded = {"method": "POST", "path": "/v1/x", "query_string": b"", "headers": [], "extensions": served}
     start, _ = await sent_by(lambda send: with_keys.gateway.handler({"type": "http", **crowded}, None, send))
     assert start["status"] == 503
     asks = {"origin": "https://a", "access-control-request-method": "POST"}

@@ -123,9 +123,8 @@ class Sharing(RuleBasedStateMachine):
             client.stops_reading()
 
         async def until_it_leaves() -> None:
-            with contextlib.suppress(asgi.ClientGone):
-                async with client.watch:
-                    await self.cache(client.request)
+            with contextlib.suppress(asgi.ClientGone), client.watch:
+                await self.cache(client.request)
 
         client.task = self.loop.create_task(until_it_leaves())
         return client

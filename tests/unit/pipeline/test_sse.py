@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -33,40 +35,50 @@ END = USAGE.replace(b"}}}", b'}},"system_fingerprint":"vllm-1"}') + DONE
 BESIDE = USAGE.replace(b'"choices":[]', b'"choices":[{"index":0,"finish_reason":null}]')
 
 
-def relay_of(*more: Any) -> tuple[SseRelay, list[tuple[bytes, bool]]]:
+class Worker:
+    """An answer in pieces; `through`: a bit for each that is to be sent where it arrives, if there is room.
+
+    Behind each, `then` is awaited.
+    """
+
+    def __init__(self, pieces: Iterable[bytes], through: int = 0, then: Callable[[], Any] | None = None) -> None:
+        self._pieces, self._through, self._then = enumerate(pieces), through, then
+        self.sink: Any = None
+
+    async def next_chunk(self) -> bytes:
+        for number, piece in self._pieces:
+            if self._then is not None and number:
+                await self._then()
+            if self.sink is None or not (self._through >> number & 1 and self.sink(piece)):
+                return piece
+        return b""
+
+
+class Client(SimpleNamespace):
+    """A client and its server; every third time there is no room."""
+
+    def __init__(self) -> None:
+        super().__init__(sent=[], asked=itertools.count())
+
+    async def send(self, message) -> None:
+        self.sent.append((message["body"], message.get("more_body", False)))
+
+    def is_writable(self) -> bool:
+        return next(self.asked) % 3 > 0
+
+    def write_chunk(self, piece: bytes) -> None:
+        self.sent.append((piece, True))
+
+
+def relay_of(worker: Any, *more: Any) -> tuple[SseRelay, list[tuple[bytes, bool]]]:
     """And what it sends: bytes, and whether more comes."""
-    sent: list[tuple[bytes, bool]] = []
-
-    async def send(message) -> None:
-        sent.append((message["body"], message.get("more_body", False)))
-
-    return SseRelay(send, *more), sent
-
-
-async def of(pieces: list[bytes]) -> AsyncIterator[bytes]:
-    for piece in pieces:
-        yield piece
+    client = Client()
+    return SseRelay(worker, client.send, client, *more), client.sent
 
 
 async def relayed(pieces: list[bytes], strips: int = 0, through: int = 0) -> tuple[list[bytes], SseRelay]:
-    """`through`: a bit for each piece behind the first that is to be written where it arrives, if the client takes it.
-
-    Every third is one for which there is no room.
-    """
-    relay, sent = relay_of(strips, lambda _: None)
-
-    async def read() -> AsyncIterator[bytes]:
-        for number, piece in enumerate(pieces):
-
-            def write(body: bytes, has_room: bool = number % 3 > 0) -> bool:
-                if body:
-                    sent.append((body, True))
-                return has_room
-
-            if not (through >> number & 1 and number and relay.write_through(write, piece)):
-                yield piece
-
-    await relay.run(read())
+    relay, sent = relay_of(worker := Worker(pieces, through), strips, lambda _: None)
+    await relay.run(await worker.next_chunk())
     await relay.finish()
     return [piece for piece, _ in sent if piece], relay
 
@@ -107,16 +119,14 @@ async def test_no_choice_waits_for_the_end_of_the_last():
 @pytest.mark.parametrize("ids", [b"id: 1\n%b", b"event: x\nid:1\n%b", b"retry: 9\r\nid: 1\r\n%b", b"%b"])
 async def test_a_comment_is_no_empty_event_for_an_sdk(ids):
     """One behind an event with an id: `openai` makes an event of a blank line alone."""
-    relay, told = relay_of()
 
-    async def chunks():
+    async def beat_twice() -> None:
         await relay.beat()
-        for event in (ids % DELTA, DELTA, DELTA, DONE):
-            yield event
-            await relay.beat()
-            await relay.beat()
+        await relay.beat()
 
-    await relay.run(chunks())
+    relay, told = relay_of(worker := Worker((ids % DELTA, DELTA, DELTA, DONE, b""), then=beat_twice))
+    await relay.beat()
+    await relay.run(await worker.next_chunk())
     await relay.finish(b"data: 1\n\n")
     sent = [piece for piece, _ in told]
     events = list(SSEDecoder().iter_bytes(iter([b"".join(sent)])))
@@ -157,8 +167,8 @@ async def test_behind_an_event_that_was_cut_the_end_of_a_stream_comes_behind_a_b
     monkeypatch, pieces, end, sent
 ):
     monkeypatch.setattr(sse, "MAX_HELD_BYTES", 20)
-    relay, told = relay_of()
-    await relay.run(of(pieces))
+    relay, told = relay_of(worker := Worker(pieces))
+    await relay.run(await worker.next_chunk())
     await relay.beat()
     beaten = [each for each in told if each == (HEARTBEAT, True)]
     assert len(beaten) == (not pieces or pieces[-1] == b"\n\n")  # no comment inside of an event
@@ -186,18 +196,19 @@ async def test_a_stream_gets_a_comment_once_it_has_been_silent_for_the_interval(
     metrics = Metrics()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sse.time, "monotonic", loop.time)
-        beats, relay = Heartbeats(20.0, metrics.heartbeats), SseRelay(send)
+        beats, relay = Heartbeats(20.0, metrics.heartbeats), SseRelay(Mock(), send)
         running = asyncio.create_task(beats.run())
-        with beats.watching(relay, Mock()):
-            for seconds, comments in ((19.9, 0), (0.2, 1), (10.0, 1), (10.0, 2)):  # a comment is a sign of life
-                await asyncio.sleep(seconds)
-                assert sent == [HEARTBEAT] * comments, loop.time()
-            may_send.clear()
-            await asyncio.sleep(100.0)
-            assert len(sent) == 3  # its client takes nothing
-            may_send.set()
-            await asyncio.sleep(26.0)
-            assert len(sent) == 4
+        beats.streams[relay] = Mock()
+        for seconds, comments in ((19.9, 0), (0.2, 1), (10.0, 1), (10.0, 2)):  # a comment is a sign of life
+            await asyncio.sleep(seconds)
+            assert sent == [HEARTBEAT] * comments, loop.time()
+        may_send.clear()
+        await asyncio.sleep(100.0)
+        assert len(sent) == 3  # its client takes nothing
+        may_send.set()
+        await asyncio.sleep(26.0)
+        assert len(sent) == 4
+        del beats.streams[relay]
         await asyncio.sleep(100.0)
         assert len(sent) == 4 == metrics.registry.get_sample_value("seamark_heartbeats_total")
         running.cancel()

@@ -13,7 +13,6 @@ import pytest
 import uvicorn
 
 from proxy.http import asgi
-from proxy.http.asgi import BodyState
 from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, ConnectionState, bounded
 from proxy.server.process_limits import SPARE
 from proxy.settings import Settings
@@ -72,8 +71,8 @@ class Connection:
         self.scopes.append(scope)
         await self.may_answer.wait()
         self.bodies.append((await receive()).get("body"))
-        if self.is_whole and asgi.HOLD_HEAD in scope["extensions"]:
-            scope["extensions"][asgi.HOLD_HEAD]()
+        if self.is_whole and scope["extensions"][asgi.SERVED].answer(200, self.headers, b"".join(self.pieces)):
+            return
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         for piece in self.pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -180,8 +179,7 @@ async def test_a_head_has_one_deadline_however_often_a_byte_comes(before, drip, 
 
 async def test_what_is_left_of_an_answered_requests_body_has_a_moment(connection):
     await connection.take(POST + b"content-length: 1000\r\n\r\n")
-    connection.protocol.cycle.body += b"x"
-    connection.protocol.cycle.message_event.set()  # the application reads no more than that
+    connection.send(b"x")  # the application reads no more than that
     connection.may_answer.set()
     await turn()
     assert connection.status == 200 and not connection.transport.closed
@@ -206,10 +204,10 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off_and_its_requ
     if is_over:
         connection.may_answer.set()
     await connection.take(GET)
-    connection.scopes[0]["extensions"][asgi.ON_DISCONNECT](lambda: left.append(1))
+    connection.scopes[0]["extensions"][asgi.SERVED].on_left = lambda: left.append(1)
     connection.transport.unsent = 100_000
     if is_over:
-        connection.protocol.timeout_keep_alive_handler()  # which waits until all is sent
+        connection.transport.close()  # which waits until all is sent
     else:
         connection.protocol.pause_writing()
     connection.pass_time(SEND_TIMEOUT - 1)
@@ -246,19 +244,20 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(connection):
     gc.disable()
     try:
         await connection.take(POST + b"content-length: 3\r\n\r\nabc")
-        async with asgi.ClientWatch(connection.scopes[0], connection.protocol.cycle.receive):
-            cycle = weakref.ref(connection.protocol.cycle)
+        request = weakref.ref(served := connection.scopes[0]["extensions"][asgi.SERVED])
+        with asgi.ClientWatch(connection.scopes[0], served.receive):
+            del served
         connection.protocol.connection_lost(None)
         connection.may_answer.set()
         await turn()
         connection.scopes.clear()
-        assert cycle() is None
+        assert request() is None
     finally:
         gc.enable()
 
 
 async def test_a_server_that_stops_ends_connections_with_their_answers(connection):
-    connection.protocol.server_state.is_stopping = True
+    connection.protocol._state.is_stopping = True
     await connection.answer(GET)
     assert b"connection: close" in connection.transport.written and connection.transport.closed
 
@@ -267,7 +266,7 @@ async def test_a_server_that_stops_ends_connections_with_their_answers(connectio
 @pytest.mark.parametrize("method", [b"GET", b"HEAD"])
 async def test_a_client_of_http_1_0_gets_no_chunks(connection, length, method):
     connection.pieces = [b"ab", b"", b"cde"]
-    connection.headers = [(b"Content-Length", b"5")] if length else []
+    connection.headers = [(b"content-length", b"5")] if length else []
     await connection.answer(method + b" / HTTP/1.0\r\nhost: a\r\n\r\n")
     head, _, body = connection.transport.written.partition(b"\r\n\r\n")
     assert b"transfer-encoding" not in head and (b"content-length: 5" in head) is length
@@ -275,31 +274,30 @@ async def test_a_client_of_http_1_0_gets_no_chunks(connection, length, method):
 
 
 @pytest.mark.parametrize(("is_whole", "method", "writes"), [(True, "GET", 1), (False, "GET", 2), (True, "HEAD", 1)])
-async def test_a_head_that_is_held_goes_out_with_its_body_and_any_other_at_once(connection, is_whole, method, writes):
-    connection.is_whole = is_whole
+async def test_a_whole_answer_goes_out_in_one_write_and_any_other_as_it_comes(connection, is_whole, method, writes):
+    connection.is_whole, connection.headers, connection.pieces = is_whole, [(b"content-length", b"2")], [b"ok"]
     connection.may_answer.set()
     for number in (1, 2):
         await connection.take(GET.replace(b"GET", method.encode()))
-        assert connection.transport.written.count(b"content-length: 0\r\n\r\n") == number
+        assert connection.transport.written.count(b"content-length: 2\r\n\r\n" + b"ok" * (method == "GET")) == number
         assert connection.transport.writes == number * writes
 
 
 async def test_a_client_that_leaves_is_reported_to_each_of_its_requests(connection):
     left = []
     await connection.take(GET * 3)
-    registers = [request._cycle().scope["extensions"][asgi.ON_DISCONNECT] for request in connection.protocol._requests]
-    for name, register in enumerate(registers):
-        register(lambda name=name: left.append(name))
+    requests = [request for request, _ in connection.protocol._requests]
+    for name, request in enumerate(requests):
+        request.on_left = lambda name=name: left.append(name)
     connection.protocol.connection_lost(None)
-    assert left == [0, 1, 2]
-    registers[0](lambda: left.append("late"))
-    assert left[-1] == "late"
+    assert left == [0, 1, 2] and len(connection.scopes) == 1
+    with pytest.raises(asgi.ClientGone), asgi.ClientWatch(connection.scopes[0], requests[0].receive):
+        await asyncio.sleep(1000)
 
 
 async def test_a_body_that_is_no_http_is_told_to_its_own_request(connection):
     await connection.take(GET + POST + b"transfer-encoding: chunked\r\n\r\n1\r\na\r\nzz\r\n")
-    first, second = (request._cycle().scope["extensions"][asgi.BODY_STATE] for request in connection.protocol._requests)
-    assert (first(), second()) == (BodyState.HERE, BodyState.BROKEN)
+    assert [request.is_broken for request, _ in connection.protocol._requests] == [False, True]
     connection.may_answer.set()
     await turn()
     await turn()
@@ -357,7 +355,7 @@ async def test_behind_a_head_without_an_end_nothing_more_is_read_while_a_request
     connection.send(b"GET / HTTP/1.1\r\nx: " + b"a" * LIMIT)
     assert not connection.transport.written
     read: list[bytes] = []
-    connection.protocol.parser = SimpleNamespace(feed_data=read.append)
+    connection.protocol._parser = SimpleNamespace(feed_data=read.append)
     connection.send(b"a" * LIMIT)
     assert not read
     connection.may_answer.set()
@@ -384,7 +382,7 @@ async def test_connections_beyond_those_that_fit_are_for_pages_and_some_more_are
         assert b"connection: close" in connection.transport.written
     else:
         await connection.answer(GET)
-        assert (asgi.IS_CROWDED in connection.scopes[0]["extensions"]) is is_crowded
+        assert connection.scopes[0]["extensions"][asgi.SERVED].is_crowded is is_crowded
         assert connection.status == 200 and connection.transport.closed is is_crowded
     connection.protocol.connection_lost(None)
 
@@ -401,5 +399,5 @@ async def test_an_offer_of_a_websocket_is_told_once(connection, fields, is_webso
     connection.may_answer.set()
     for sent in (b"GET / HTTP/1.1\r\nhost: a\r\n" + fields + b"\r\n", GET):
         await connection.take(sent)
-    told = [asgi.WANTS_WEBSOCKET in scope["extensions"] for scope in connection.scopes]
+    told = [scope["extensions"][asgi.SERVED].wants_websocket for scope in connection.scopes]
     assert told == [is_websocket, False] and not connection.transport.closed
