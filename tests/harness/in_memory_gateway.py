@@ -62,6 +62,10 @@ class Call:
             if not message.get("more_body"):
                 return
 
+    @property
+    def is_left(self) -> bool:
+        return self._left.is_set()
+
     def leave(self) -> None:
         """The other side closes the connection."""
         self._left.set()
@@ -88,7 +92,7 @@ class DirectAnswer(Answer):
                 message = await self._call.message(self._timeout)
             except TimeoutError:
                 raise Silent("") from None
-            if message is None:
+            if message is None or self._call.is_left:
                 raise Broken("it broke off")
             self._is_over = not message.get("more_body")
             if piece := message.get("body", b""):
