@@ -57,13 +57,12 @@ class Served(Protocol):
         """The body, if all of it is here."""
 
     def answer(self, status: int, headers: HeaderList, body: bytes) -> bool:
-        """Send a whole answer, whose headers tell its length; whether that could be done at once."""
+        """Send a whole answer, whose headers tell its length; whether that can be done at once."""
 
     def is_writable(self) -> bool:
-        """Whether `write_chunk` may be called: the answer has begun, comes in chunks, and the client takes them."""
+        """Whether `write_chunk` can send a piece of the answer now."""
 
-    def write_chunk(self, piece: bytes) -> None:
-        """Send a piece of the body, which is not empty."""
+    def write_chunk(self, piece: bytes) -> None: ...
 
 
 def served(scope: Scope) -> Served | None:

@@ -106,12 +106,7 @@ class Upstream:
         """
         answer = await self.ask(method, url, body, timeout, headers)
         try:
-            whole = bytearray()
-            async for chunk in answer.chunks():
-                whole += chunk
-                if len(whole) > MOST_OWN_BYTES:
-                    raise Malformed(f"more than {MOST_OWN_BYTES:,} bytes")
-            return answer.status, bytes(whole)
+            return answer.status, await answer.read(MOST_OWN_BYTES)
         finally:
             answer.close()
 

@@ -10,6 +10,7 @@ import asyncio
 import select
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import httptools
@@ -100,9 +101,14 @@ class Answer:
         if begun:
             yield bytes(begun)
 
-    async def read(self) -> bytes:
-        """The whole body. Raises `Broken`."""
-        return b"".join([chunk async for chunk in self.chunks()])
+    async def read(self, most: float = inf) -> bytes:
+        """The whole body. Raises `Broken`: `Malformed` past `most` bytes."""
+        whole = bytearray()
+        async for chunk in self.chunks():
+            whole += chunk
+            if len(whole) > most:
+                raise Malformed(f"more than {most:,} bytes")
+        return bytes(whole)
 
     def take(self, piece: bytes) -> None:
         """A piece has come. While none waits, the sink may have it in this call; whoever reads is then not woken."""

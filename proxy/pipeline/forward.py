@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
@@ -364,9 +365,9 @@ class MessageAnswer(Answer):
                 return made
         return b""
 
-    async def read(self) -> bytes:
+    async def read(self, most: float = inf) -> bytes:
         """Raises `Broken`, and `WorkerFailed` for what is neither a chat nor an error."""
-        answer = await self._answer.read()
+        answer = await self._answer.read(most)
         if self.status >= 400:
             return error_of(answer, self.status)
         try:

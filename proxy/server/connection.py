@@ -16,6 +16,7 @@ from urllib.parse import unquote
 
 import httptools
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from proxy.errors import GatewayError, HeadTooLarge, InvalidHttp, TooSlow
@@ -38,11 +39,6 @@ LINGER_SECONDS = 5.0
 # Fields of a head by which a client offers another protocol. No other is spoken here, as RFC 9110, 7.8 permits.
 UPGRADES = frozenset((b"upgrade", b"http2-settings"))
 
-_PHRASES = {status.value: status.phrase for status in HTTPStatus}
-_STATUS_LINES = {code: f"HTTP/1.1 {code} {_PHRASES.get(code, '')}\r\n".encode() for code in range(200, 600)}
-
-_FAILED = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", b"21")], b"Internal Server Error"
-
 
 class ConnectionState(ServerState):
     is_stopping = False  # answers end their connections, so that clients go elsewhere
@@ -55,19 +51,18 @@ class Request:
     collector comes, which counts objects.
     """
 
+    is_crowded = wants_websocket = is_broken = is_left = False
+    on_left: Callable[[], None] | None = None
+    is_complete = _has_told_end = False  # all of its body has come, and been read
+    _unread: bytes | bytearray = b""  # of its body
+    is_answered = _is_chunked = False
+    _status = 0  # of the answer, once that has begun
+    _left: int | None = None  # bytes of the answer's body, if it says how many there are
+
     def __init__(self, connection: Connection, version: str, is_head: bool, expects: bool, keeps: bool) -> None:
         """`expects`: the client waits for 100 Continue; `keeps`: it keeps the connection behind the answer."""
         self._connection, self._version, self._is_head, self._expects = connection, version, is_head, expects
         self.keeps = keeps
-        self.is_crowded = self.wants_websocket = self.is_broken = self.is_left = False
-        self.on_left: Callable[[], None] | None = None
-        self._unread: bytes | bytearray = b""  # of its body
-        self.has_body = self._has_told_end = False  # all of it has come, and been read
-        self._news: asyncio.Event | None = None  # for `receive`
-        self._status = 0  # of the answer, once that has begun
-        self._is_chunked = False
-        self._left: int | None = None  # bytes of the answer's body, if it says how many there are
-        self.is_answered = False
 
     def take(self, part: bytes) -> int:
         """A part of its body; how many bytes wait to be read."""
@@ -76,24 +71,19 @@ class Request:
             self._unread += part
         else:
             self._unread = part
-        self.wake()
         return len(self._unread)
-
-    def wake(self) -> None:
-        if self._news is not None:
-            self._news.set()
 
     def leave(self) -> None:
         """The client is gone."""
         self.is_left = True
-        self.wake()
         if self.on_left is not None:
             self.on_left()
 
     def whole_body(self) -> bytes | None:
-        if not self.has_body or self.is_left:
-            return None
-        self._has_told_end = True
+        return self._read() if self.is_complete and not self.is_left else None
+
+    def _read(self) -> bytes:
+        self._has_told_end = self.is_complete
         body, self._unread = bytes(self._unread), b""  # one that came in one piece is not copied
         return body
 
@@ -103,19 +93,16 @@ class Request:
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects = False
         while not (self.is_left or self.is_answered or self.is_broken):
-            if self._unread or (self.has_body and not self._has_told_end):
-                self._has_told_end = self.has_body
-                body, self._unread = bytes(self._unread), b""
-                return {"type": "http.request", "body": body, "more_body": not self.has_body}
+            if self._unread or (self.is_complete and not self._has_told_end):
+                return {"type": "http.request", "body": self._read(), "more_body": not self.is_complete}
             connection.go_on_reading()
-            self._news = asyncio.Event()
-            await self._news.wait()
+            await connection.changes()
         return {"type": "http.disconnect"}
 
     async def send(self, message: asgi.Scope) -> None:
         """Raises `RuntimeError` for what does not follow what was sent, and for a body that has not its length."""
-        if self._connection.is_full and not self.is_left:
-            await self._connection.writable.wait()
+        while self._connection.is_full and not self.is_left:
+            await self._connection.changes()
         if self.is_left:
             return
         if (message["type"] == "http.response.start") is (self._status > 0) or self.is_answered:
@@ -159,7 +146,7 @@ class Request:
         is_chunked = not is_bodiless and length is None and self._version != "1.0"
         if is_chunked:
             last += b"transfer-encoding: chunked\r\n"
-        head = asgi.head_of(_STATUS_LINES[status], headers, last, 2 - self.keeps + is_chunked)
+        head = asgi.head_of(STATUS_LINE[status], headers, last, 2 - self.keeps + is_chunked)
         self._left = 0 if is_bodiless else None if length is None else int(length)
         self._is_chunked, self._status, self._expects = is_chunked, status, False
         return head
@@ -167,7 +154,6 @@ class Request:
     def _end(self) -> None:
         """The answer is complete."""
         self.is_answered = True
-        self.wake()
         if not self.keeps:
             self._connection.transport.close()
         self._connection.on_answered()
@@ -176,29 +162,22 @@ class Request:
         """Have the application answer. What it leaves open, or fails at, the client sees break off."""
         try:
             await app(scope, self.receive, self.send)
-            if self.is_answered or self.is_left:
-                return
-            logger.error("The application returned without completing its answer.")
+            if not (self.is_answered or self.is_left):
+                raise RuntimeError("the answer is not complete")
         except BaseException as error:
-            logger.error("Exception in the application\n", exc_info=error)
+            logger.error("Exception in ASGI application\n", exc_info=error)
+            self._connection.transport.close()
         finally:
             self._connection.tasks.discard(asyncio.current_task())  # type: ignore[arg-type]  # there is one
-        self.keeps = False
-        if not self.answer(500, *_FAILED):
-            self._connection.transport.close()
 
 
 class Connection(asyncio.Protocol):
     """One client, whose requests are answered one after the other. By RFC 9110 and 9112:
 
-    - What llhttp takes for no HTTP is refused, in the envelope that clients expect (9112, 2.2, 3, 5, 6.3, 7.1).
-    - A request that offers an upgrade is one without (9110, 7.8). CONNECT is refused (9110, 9.3.6).
-    - Extensions of chunks and trailers are left out (9112, 7.1).
-    - `100 Continue` is sent once somebody asks for a body that is not here (9110, 10.1.1).
+    - What is no HTTP is refused, and so is CONNECT (9110, 9.3.6). An offer of an upgrade is passed over (9110, 7.8), as
+      are extensions of chunks and trailers (9112, 7.1). A body that is awaited is asked for by 100 (9110, 10.1.1).
     - Answers have a length or come in chunks; those of unknown length to HTTP/1.0 end with their connection, and those
-      to HEAD, 204 and 304 have no body (9112, 6.3).
-    - The connection is kept unless the client says `close` or speaks HTTP/1.0 (9112, 9.3), the server stops, or an
-      answer breaks off (9112, 8).
+      to HEAD, 204 and 304 have no body (9112, 6.3). One that breaks off closes it (9112, 8).
     """
 
     # Of the server's class, see `bounded`.
@@ -223,7 +202,7 @@ class Connection(asyncio.Protocol):
         self._requests: deque[tuple[Request, asgi.Scope]] = deque()  # not answered yet; the first is under way
         self._is_paused = False  # nothing more is read
         self.is_full = False  # nothing more is written
-        self.writable = asyncio.Event()
+        self._changed = asyncio.Event()  # for those who wait for something of the client
         self._free_since = self.loop.time()  # the last answer was complete, or the next head began
         self._is_idle = False  # nothing has come since that answer
         self._taken_at = self._free_since  # the client took some of what is to be sent, or there was nothing
@@ -324,7 +303,7 @@ class Connection(asyncio.Protocol):
         self._reading = request
         self._requests.append((request, scope))
         if len(self._requests) == 1:
-            self._start(request, scope)
+            self._start()
 
     def on_body(self, part: bytes) -> None:
         request = self._reading
@@ -333,12 +312,12 @@ class Connection(asyncio.Protocol):
         if request.take(part) > MAX_UNREAD and not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()
+        self._changed.set()
 
     def on_message_complete(self) -> None:
         if self._reading is not None:  # a head that is read again has ended none
-            self._reading.has_body = True
-            self._reading.wake()
-            self._reading = None
+            self._reading.is_complete, self._reading = True, None
+            self._changed.set()
             self.go_on_reading()
 
     def _head_without_upgrade(self) -> bytes:
@@ -353,8 +332,14 @@ class Connection(asyncio.Protocol):
                 lines.append(name + b": " + value)
         return b"\r\n".join([*lines, b"", b""])
 
-    def _start(self, request: Request, scope: asgi.Scope) -> None:
+    def _start(self) -> None:
+        request, scope = self._requests[0]
         self.tasks.add(self.loop.create_task(request.run(self._app, scope)))
+
+    async def changes(self) -> None:
+        """Return once the client has sent or taken something, or is gone."""
+        self._changed.clear()
+        await self._changed.wait()
 
     def go_on_reading(self) -> None:
         if self._is_paused:
@@ -366,23 +351,23 @@ class Connection(asyncio.Protocol):
         self._free_since = self.loop.time()
         self._is_idle = not (self._reading or self._unfinished)
         self._requests.popleft()
+        self._changed.set()
         if not self.transport.is_closing():
             self.go_on_reading()
             if self._requests:
-                self._start(*self._requests[0])
+                self._start()
 
     def pause_writing(self) -> None:
         self.is_full = True
-        self.writable.clear()
 
     def resume_writing(self) -> None:
         self.is_full = False
-        self.writable.set()
+        self._changed.set()
         self._taken_at = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)  # type: ignore[arg-type]
-        self.writable.set()
+        self._changed.set()
         for request, _ in self._requests:
             request.leave()
         self._requests.clear()
@@ -428,7 +413,7 @@ class Connection(asyncio.Protocol):
             self._requests[-1][0].keeps = False
             if self._reading is not None:  # its own request is told, and can say so in its answer
                 self._reading.is_broken = True
-                self._reading.wake()
+                self._changed.set()
         elif self._reading is not None:  # its request has been answered
             self.transport.close()
         elif self._head > self.settings.max_header_bytes:

@@ -99,9 +99,6 @@ class DirectAnswer(Answer):
                 return piece
         return b""
 
-    async def read(self) -> bytes:
-        return b"".join([chunk async for chunk in self.chunks()])
-
     def close(self) -> None:
         if not self._is_over:
             self._call.leave()

@@ -51,9 +51,6 @@ class Said(Answer):
             raise piece
         return piece
 
-    async def read(self) -> bytes:
-        return b"".join([piece async for piece in self.chunks()])
-
     def close(self) -> None:
         self.closed += 1
 
