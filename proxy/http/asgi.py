@@ -39,7 +39,7 @@ OWN_RESPONSE = HOP_BY_HOP | frozenset(
 
 _NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is not accepted (RFC 9110, 12.4.2)
 
-SERVED = "seamark.served"  # the extension by which the gateway's own server gives the `Served` of a request
+SERVED = "seamark.served"  # in a scope of the gateway's own server: a `Served`
 
 BODILESS = (204, 304)  # statuses without a body, and without a length to announce
 
@@ -63,12 +63,6 @@ class Served(Protocol):
         """Whether `write_chunk` can send a piece of the answer now."""
 
     def write_chunk(self, piece: bytes) -> None: ...
-
-
-def served(scope: Scope) -> Served | None:
-    """None under any other server."""
-    found: Served | None = scope.get("extensions", {}).get(SERVED)
-    return found
 
 
 class Pace(NamedTuple):
@@ -98,37 +92,14 @@ class BodyMemory:
     """What all bodies take together, in bytes: one bound for all of them, and a share of it per API key."""
 
     def __init__(self, most: int) -> None:
-        self._most = most
+        self.most = most
         self.held = 0
-        self._freed = 0  # since the heap was given back
-        self._of_owners: Counter[Hashable] = Counter()
+        self.freed = 0  # since the heap was given back
+        self.of_owners: Counter[Hashable] = Counter()
 
     def of(self, owner: Hashable = None) -> BodyHold:
         """An empty hold for one request; `owner` is its API key, None without keys."""
         return BodyHold(self, owner)
-
-    def grow(self, owner: Hashable, size: int, of_body: int) -> None:
-        """Raises `Overloaded` or `KeyBusy` if there is no room for so many bytes more of a body of `of_body`."""
-        held = self.held + size
-        if held > self._most * (1 if of_body <= SMALL_BYTES else 1 - LEFT_BY_LARGE):
-            raise Overloaded("The gateway holds as many request bodies as it may (setting max_bodies_bytes).")
-        if owner is not None:
-            of_owner = self._of_owners[owner] + size
-            if of_owner > TIMES_WHAT_IS_FREE * (self._most - held):
-                raise KeyBusy("The request bodies of this API key take as much as one may (setting max_bodies_bytes).")
-            self._of_owners[owner] = of_owner
-        self.held = held
-
-    def shrink(self, owner: Hashable, size: int) -> None:
-        self.held -= size
-        if owner is not None:
-            self._of_owners[owner] -= size
-            if not self._of_owners[owner]:
-                del self._of_owners[owner]
-        self._freed += size
-        if self._freed >= TRIM_AFTER_BYTES and _trim is not None:
-            self._freed = 0
-            _trim(0)
 
 
 @dataclass(slots=True, eq=False)
@@ -146,15 +117,32 @@ class BodyHold:
         self.give_back()
 
     def take(self, size: int) -> None:
-        """So many bytes more. Raises `Overloaded` or `KeyBusy`."""
-        self._memory.grow(self._owner, size, self.size + size)
+        """So many bytes more. Raises `Overloaded` or `KeyBusy` if there is no room for them."""
+        memory, owner = self._memory, self._owner
+        held = memory.held + size
+        if held > memory.most * (1 if self.size + size <= SMALL_BYTES else 1 - LEFT_BY_LARGE):
+            raise Overloaded("The gateway holds as many request bodies as it may (setting max_bodies_bytes).")
+        if owner is not None:
+            of_owner = memory.of_owners[owner] + size
+            if of_owner > TIMES_WHAT_IS_FREE * (memory.most - held):
+                raise KeyBusy("The request bodies of this API key take as much as one may (setting max_bodies_bytes).")
+            memory.of_owners[owner] = of_owner
+        memory.held = held
         self.size += size
 
     def give_back(self, size: int | None = None) -> None:
         """So many bytes less; all of them if no number is given."""
-        size = self.size if size is None else size
-        self._memory.shrink(self._owner, size)
+        memory, owner, size = self._memory, self._owner, self.size if size is None else size
         self.size -= size
+        memory.held -= size
+        if owner is not None:
+            memory.of_owners[owner] -= size
+            if not memory.of_owners[owner]:
+                del memory.of_owners[owner]
+        memory.freed += size
+        if memory.freed >= TRIM_AFTER_BYTES and _trim is not None:
+            memory.freed = 0
+            _trim(0)
 
 
 class ClientGone(Exception):
@@ -168,8 +156,8 @@ def crowded() -> Overloaded:
 
 def check_room(scope: Scope) -> None:
     """Raises `Overloaded` if the request came on a connection beyond those that fit."""
-    its = served(scope)
-    if its is not None and its.is_crowded:
+    served: Served | None = scope.get(SERVED)
+    if served is not None and served.is_crowded:
         raise crowded()
 
 
@@ -179,8 +167,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
     Raises `BodyTooLarge` past `limit` bytes, before anything is read where the client says so; `TooSlow` when it
     falls behind `pace`; `InvalidHttp`, `Overloaded`, `KeyBusy`, and `ClientGone` when the client leaves before its end.
     """
-    its = served(scope)
-    if its is not None and (whole := its.whole_body()) is not None:
+    served: Served | None = scope.get(SERVED)
+    if served is not None and (whole := served.whole_body()) is not None:
         if len(whole) > limit:
             raise too_large(limit)
         room.take(len(whole))
@@ -197,7 +185,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
                 until = min(until, began + pace.seconds + len(body) / pace.rate)
             async with asyncio.timeout_at(until):
                 message = await receive()
-            if its is not None and its.is_broken:
+            if served is not None and served.is_broken:
                 raise InvalidHttp("The request's body is not valid HTTP.")
             if message["type"] == "http.disconnect":
                 raise ClientGone
@@ -239,7 +227,10 @@ def too_large(limit: int) -> BodyTooLarge:
 def header(scope: Scope, name: bytes) -> str | None:
     """The first value of a request header (`name` in lower case)."""
     headers: HeaderList = scope["headers"]
-    return next((value.decode("latin-1") for key, value in headers if key == name), None)
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
 
 
 def codings(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
@@ -266,15 +257,15 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
 
 def unencoded(headers: HeaderList) -> HeaderList:
     """Request headers that ask for a body without a content coding; as they are if the client takes none such."""
-    accepted = [value for name, value in headers if name == b"accept-encoding"]
-    if any(b";" in each for each in accepted) and not _takes_identity(accepted):
-        return headers
-    return [*[header for header in headers if header[0] != b"accept-encoding"], (b"accept-encoding", b"identity")]
+    kept, accepted = [], []
+    for header in headers:
+        (accepted if header[0] == b"accept-encoding" else kept).append(header)
+    return [*kept, (b"accept-encoding", b"identity")] if not accepted or _takes_identity(accepted) else headers
 
 
-def _takes_identity(accepted: list[bytes]) -> bool:
+def _takes_identity(accepted: HeaderList) -> bool:
     weights: dict[bytes, bytes] = {}
-    for each in b",".join(accepted).lower().split(b","):
+    for each in b",".join([value for _, value in accepted]).lower().split(b","):
         coding, _, weight = each.partition(b";")
         weights[coding.strip()] = weight.strip()
     return _NONE_SUCH.fullmatch(weights.get(b"identity", weights.get(b"*", b""))) is None
@@ -311,7 +302,7 @@ class ClientWatch:
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._served = served(scope)
+        self._served: Served | None = scope.get(SERVED)
         self._receive = receive
         self._task: asyncio.Task[Any] | None = None
         self._watching: asyncio.Task[None] | None = None

@@ -58,7 +58,7 @@ class Answer:
         self._connection: WorkerConnection | None = connection  # until its end is here
         self._error: Exception | None = None  # why there is no more of it
         self._waiter: asyncio.Future[None] | None = None
-        self.sink: Callable[[bytes], bool] | None = None  # is given each piece, and says whether it has taken that
+        self.sink: Callable[[bytes], bool] | None = None  # is given pieces, and says whether it has taken them
 
     def header(self, name: str) -> str | None:
         value = self.named.get(name.lower().encode())
@@ -109,12 +109,6 @@ class Answer:
             if len(whole) > most:
                 raise Malformed(f"more than {most:,} bytes")
         return bytes(whole)
-
-    def take(self, piece: bytes) -> None:
-        """A piece has come. While none waits, the sink may have it in this call; whoever reads is then not woken."""
-        if self.sink is None or self.pieces or not self.sink(piece):
-            self.pieces.append(piece)
-            self.held += len(piece)
 
     def close(self) -> None:
         """Close the connection if the body has not come to its end; otherwise that may serve another request by now."""
@@ -246,8 +240,10 @@ class WorkerConnection(asyncio.Protocol):
             piece = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             pieces.clear()
             self._unread = 0
-            try:
-                answer.take(piece)
+            try:  # while nothing waits to be read, and whoever reads is then not woken
+                if answer.sink is None or answer.pieces or not answer.sink(piece):
+                    answer.pieces.append(piece)
+                    answer.held += len(piece)
             except Exception as error:  # half taken: whoever reads meets this, and nothing more
                 self._is_complete, fault = False, error
         if self._is_complete:

@@ -449,7 +449,7 @@ def exchange_of(
     headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY)
     head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key)
     timings = Timings()
-    reply = Reply(send or _nowhere, timings, asgi.served(scope), watch)
+    reply = Reply(send or _nowhere, timings, scope.get(asgi.SERVED), watch)
     return Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
 
 

@@ -229,10 +229,10 @@ class ResponseRelay:
         kind = response.header("content-type") or ""
         is_json = kind.startswith("application/json")
         has_body = response.status not in asgi.BODILESS and head.method != "HEAD"
-        if not response.is_encoded and kind.startswith(EVENT_STREAM):
+        if kind.startswith(EVENT_STREAM) and not response.is_encoded:
             await self._stream_events(lease, response)
             return
-        if head.endpoint in HINTED and not response.is_encoded and is_json and has_body:
+        if head.endpoint in HINTED and is_json and has_body and not response.is_encoded:
             await self._answer_whole(lease, response)
             return
         usage = await self._pass_on(lease, response, [])

@@ -128,7 +128,7 @@ class SseRelay:
     @property
     def response(self) -> Any:
         """The last response object in a stream of /v1/responses; complete if the stream was."""
-        responses = (data_of_last(events).get("response") for events in (self.last, self.first))
+        responses = (data_of_last(events).get("response") for events in (self.last, self.first) if events)
         return next((response for response in responses if response is not None), None)
 
     @property

@@ -57,7 +57,7 @@ class App(FastAPI):
         if scope["type"] == "http":
             if scope["path"].endswith("/"):
                 scope = _without_slash(scope)
-            if (served := asgi.served(scope)) is not None and served.wants_websocket:
+            if (served := scope.get(asgi.SERVED)) is not None and served.wants_websocket:
                 await send_error(send, NoWebSockets(_NO_WEBSOCKETS), scope["path"], ())
                 return
             if scope["path"] == HEALTH and scope["method"] in ("GET", "HEAD"):

@@ -168,7 +168,7 @@ class Request:
             logger.error("Exception in ASGI application\n", exc_info=error)
             self._connection.transport.close()
         finally:
-            self._connection.tasks.discard(asyncio.current_task())  # type: ignore[arg-type]  # there is one
+            self._connection.tasks.discard(asyncio.current_task())
 
 
 class Connection(asyncio.Protocol):
@@ -191,7 +191,8 @@ class Connection(asyncio.Protocol):
         self._connections, self.tasks = server_state.connections, server_state.tasks
         self._parser = httptools.HttpRequestParser(self)
         self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows is ignored
-        self._url, self._headers, self._expects = b"", [], False
+        self._url, self._expects = b"", False
+        self._headers: asgi.HeaderList = []
         self._fed = 0  # bytes received that may be of a head
         self._unfinished = 0  # bytes received while a head was incomplete
         self._in_head = True
@@ -298,7 +299,7 @@ class Connection(asyncio.Protocol):
             "raw_path": url.path,
             "query_string": url.query or b"",
             "headers": headers,
-            "extensions": {asgi.SERVED: request},
+            asgi.SERVED: request,
         }
         self._reading = request
         self._requests.append((request, scope))

@@ -51,7 +51,7 @@ class Client:
         self.key, self.result = key, ""
         self.run: Run | None = None  # whose answer it is to get
         self.served = SimpleNamespace(is_left=False, on_left=None)
-        self.watch = asgi.ClientWatch({"extensions": {asgi.SERVED: self.served}}, _nothing)
+        self.watch = asgi.ClientWatch({asgi.SERVED: self.served}, _nothing)
         self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got, watch=self.watch)
         self.request.body.take(json.loads(raw), self.request.head, asks_usage=False)
         self.head: dict[bytes, bytes] = {}

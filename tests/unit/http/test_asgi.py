@@ -68,7 +68,7 @@ async def test_bodies_broken_off_give_their_room_back(messages, error):
 
 async def test_a_body_for_which_there_is_no_room_or_that_is_no_http_gives_back_what_it_had():
     served = SimpleNamespace(whole_body=lambda: None, is_broken=True)
-    broken, memory = {**SCOPE, "extensions": {asgi.SERVED: served}}, BodyMemory(5)
+    broken, memory = {**SCOPE, asgi.SERVED: served}, BodyMemory(5)
     for scope, error in ((SCOPE, Overloaded), (broken, InvalidHttp)):
         with pytest.raises(error):
             await read(scope, piece(b"abc"), piece(b"def"), limit=100, memory=memory)
@@ -113,9 +113,9 @@ async def test_a_body_may_be_as_long_as_the_limit_in_one_piece_and_in_several():
 
 
 async def test_a_request_on_a_connection_too_many_is_refused():
-    asgi.check_room({"extensions": {asgi.SERVED: SimpleNamespace(is_crowded=False)}})
+    asgi.check_room({asgi.SERVED: SimpleNamespace(is_crowded=False)})
     with pytest.raises(Overloaded, match="max_connections"):
-        asgi.check_room({"extensions": {asgi.SERVED: SimpleNamespace(is_crowded=True)}})
+        asgi.check_room({asgi.SERVED: SimpleNamespace(is_crowded=True)})
 
 
 @pytest.mark.parametrize(
@@ -220,11 +220,11 @@ def test_the_heap_is_given_back_once_for_so_many_bytes_that_were_freed(monkeypat
     memory = BodyMemory(10 * asgi.TRIM_AFTER_BYTES)
     seen = []
     for size in (asgi.TRIM_AFTER_BYTES - 1, 1, asgi.TRIM_AFTER_BYTES - 1, asgi.TRIM_AFTER_BYTES, 1):
-        memory.of().take(size)
-        memory.shrink(None, size)
+        with memory.of() as hold:
+            hold.take(size)
         seen.append(len(trims))
     assert seen == [0, 1, 1, 2, 2] and set(trims) == {0}
     monkeypatch.setattr(asgi, "_trim", None)  # another libc
-    memory.of().take(2 * asgi.TRIM_AFTER_BYTES)
-    memory.shrink(None, 2 * asgi.TRIM_AFTER_BYTES)
+    with memory.of() as hold:
+        hold.take(2 * asgi.TRIM_AFTER_BYTES)
     assert memory.held == 0

@@ -71,7 +71,7 @@ class Connection:
         self.scopes.append(scope)
         await self.may_answer.wait()
         self.bodies.append((await receive()).get("body"))
-        if self.is_whole and scope["extensions"][asgi.SERVED].answer(200, self.headers, b"".join(self.pieces)):
+        if self.is_whole and scope[asgi.SERVED].answer(200, self.headers, b"".join(self.pieces)):
             return
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         for piece in self.pieces:
@@ -204,7 +204,7 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off_and_its_requ
     if is_over:
         connection.may_answer.set()
     await connection.take(GET)
-    connection.scopes[0]["extensions"][asgi.SERVED].on_left = lambda: left.append(1)
+    connection.scopes[0][asgi.SERVED].on_left = lambda: left.append(1)
     connection.transport.unsent = 100_000
     if is_over:
         connection.transport.close()  # which waits until all is sent
@@ -244,7 +244,7 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(connection):
     gc.disable()
     try:
         await connection.take(POST + b"content-length: 3\r\n\r\nabc")
-        request = weakref.ref(served := connection.scopes[0]["extensions"][asgi.SERVED])
+        request = weakref.ref(served := connection.scopes[0][asgi.SERVED])
         with asgi.ClientWatch(connection.scopes[0], served.receive):
             del served
         connection.protocol.connection_lost(None)
@@ -382,7 +382,7 @@ async def test_connections_beyond_those_that_fit_are_for_pages_and_some_more_are
         assert b"connection: close" in connection.transport.written
     else:
         await connection.answer(GET)
-        assert connection.scopes[0]["extensions"][asgi.SERVED].is_crowded is is_crowded
+        assert connection.scopes[0][asgi.SERVED].is_crowded is is_crowded
         assert connection.status == 200 and connection.transport.closed is is_crowded
     connection.protocol.connection_lost(None)
 
@@ -399,5 +399,5 @@ async def test_an_offer_of_a_websocket_is_told_once(connection, fields, is_webso
     connection.may_answer.set()
     for sent in (b"GET / HTTP/1.1\r\nhost: a\r\n" + fields + b"\r\n", GET):
         await connection.take(sent)
-    told = [scope["extensions"][asgi.SERVED].wants_websocket for scope in connection.scopes]
+    told = [scope[asgi.SERVED].wants_websocket for scope in connection.scopes]
     assert told == [is_websocket, False] and not connection.transport.closed

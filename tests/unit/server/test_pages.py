@@ -108,7 +108,7 @@ async def test_a_websocket_is_refused_before_anything_is_asked(gateway, worker, 
     scope |= {
         "headers": [],
         "client": ("127.0.0.1", 1),
-        "extensions": {asgi.SERVED: SimpleNamespace(wants_websocket=True)},
+        asgi.SERVED: SimpleNamespace(wants_websocket=True),
     }
     call = Call(gateway.app, scope, b"")
     start = await call.message()
