@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from http import HTTPStatus
+from typing import Any, NamedTuple
 
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
+
+logger = logging.getLogger("uvicorn.error")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -39,30 +43,11 @@ OWN_RESPONSE = HOP_BY_HOP | frozenset(
 
 _NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is not accepted (RFC 9110, 12.4.2)
 
-SERVED = "seamark.served"  # in a scope of the gateway's own server: a `Served`
+SERVED = "seamark.served"  # in a scope of the gateway's own server: its `Request`
+
+_STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n".encode() for each in HTTPStatus}
 
 BODILESS = (204, 304)  # statuses without a body, and without a length to announce
-
-
-class Served(Protocol):
-    """What the gateway's own server offers of a request beyond ASGI."""
-
-    is_crowded: bool  # there are more connections than fit: it is to be refused
-    wants_websocket: bool  # its client offered to go on as one
-    is_broken: bool  # what came of its body is no HTTP, so that no more will follow
-    is_left: bool  # its client is gone
-    on_left: Callable[[], None] | None  # is called when that happens
-
-    def whole_body(self) -> bytes | None:
-        """The body, if all of it is here."""
-
-    def answer(self, status: int, headers: HeaderList, body: bytes) -> bool:
-        """Send a whole answer, whose headers tell its length; whether that can be done at once."""
-
-    def is_writable(self) -> bool:
-        """Whether `write_chunk` can send a piece of the answer now."""
-
-    def write_chunk(self, piece: bytes) -> None: ...
 
 
 class Pace(NamedTuple):
@@ -156,7 +141,7 @@ def crowded() -> Overloaded:
 
 def check_room(scope: Scope) -> None:
     """Raises `Overloaded` if the request came on a connection beyond those that fit."""
-    served: Served | None = scope.get(SERVED)
+    served: Request | None = scope.get(SERVED)
     if served is not None and served.is_crowded:
         raise crowded()
 
@@ -167,7 +152,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int, pace: Pace, room
     Raises `BodyTooLarge` past `limit` bytes, before anything is read where the client says so; `TooSlow` when it
     falls behind `pace`; `InvalidHttp`, `Overloaded`, `KeyBusy`, and `ClientGone` when the client leaves before its end.
     """
-    served: Served | None = scope.get(SERVED)
+    served: Request | None = scope.get(SERVED)
     if served is not None and (whole := served.whole_body()) is not None:
         if len(whole) > limit:
             raise too_large(limit)
@@ -257,7 +242,8 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
 
 def unencoded(headers: HeaderList) -> HeaderList:
     """Request headers that ask for a body without a content coding; as they are if the client takes none such."""
-    kept, accepted = [], []
+    kept: HeaderList = []
+    accepted: HeaderList = []
     for header in headers:
         (accepted if header[0] == b"accept-encoding" else kept).append(header)
     return [*kept, (b"accept-encoding", b"identity")] if not accepted or _takes_identity(accepted) else headers
@@ -286,6 +272,140 @@ def head_of(first: bytes, headers: Sequence[tuple[bytes, bytes]], last: bytes, o
     return head
 
 
+class Request:
+    """A request at the gateway's own server, and its answer: ASGI's `receive` and `send`, and what goes beyond them.
+
+    Nothing here leads to its scope, which leads here: a large body would else stay in memory until the garbage
+    collector comes, which counts objects.
+    """
+
+    is_crowded = False  # there are more connections than fit: it is to be refused
+    wants_websocket = False  # its client offered to go on as one
+    is_broken = False  # what came of its body is no HTTP, so that no more will follow
+    is_left = False  # its client is gone
+    on_left: Callable[[], None] | None = None  # is called when that happens
+    is_complete = _has_told_end = False  # all of its body has come, and been read
+    _unread: bytes | bytearray = b""  # of its body
+    is_answered = _is_chunked = False
+    _status = 0  # of the answer, once that has begun
+    _left: int | None = None  # bytes of the answer's body, if it says how many there are
+
+    def __init__(self, connection: Any, version: str, is_head: bool, expects: bool, keeps: bool) -> None:
+        """`expects`: the client waits for 100 Continue; `keeps`: it keeps the `Connection` behind the answer."""
+        self._connection, self._version, self._is_head, self._expects = connection, version, is_head, expects
+        self.keeps = keeps
+
+    def take(self, part: bytes) -> int:
+        """A part of its body; how many bytes wait to be read."""
+        if self._unread:
+            self._unread = bytearray(self._unread) if isinstance(self._unread, bytes) else self._unread
+            self._unread += part
+        else:
+            self._unread = part
+        return len(self._unread)
+
+    def leave(self) -> None:
+        """The client is gone."""
+        self.is_left = True
+        if self.on_left is not None:
+            self.on_left()
+
+    def whole_body(self) -> bytes | None:
+        """The body, if all of it is here."""
+        return self._read() if self.is_complete and not self.is_left else None
+
+    def _read(self) -> bytes:
+        self._has_told_end = self.is_complete
+        body, self._unread = bytes(self._unread), b""  # one that came in one piece is not copied
+        return body
+
+    async def receive(self) -> dict[str, Any]:
+        connection = self._connection
+        if self._expects and not connection.transport.is_closing():
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._expects = False
+        while not (self.is_left or self.is_answered or self.is_broken):
+            if self._unread or (self.is_complete and not self._has_told_end):
+                return {"type": "http.request", "body": self._read(), "more_body": not self.is_complete}
+            connection.go_on_reading()
+            await connection.changes()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Scope) -> None:
+        """Raises `RuntimeError` for what does not follow what was sent, and for a body that has not its length."""
+        while self._connection.is_full and not self.is_left:
+            await self._connection.changes()
+        if self.is_left:
+            return
+        if (message["type"] == "http.response.start") is (self._status > 0) or self.is_answered:
+            raise RuntimeError(f"{message['type']} does not follow what was sent")
+        write = self._connection.transport.write
+        if not self._status:
+            write(self._begun(message["status"], message["headers"]))
+            return
+        body, is_last = message.get("body", b""), not message.get("more_body")
+        if self._is_chunked:
+            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"0\r\n\r\n" if is_last else b"")
+        elif self._is_head:
+            body = b""
+        elif self._left is not None:
+            self._left -= len(body)
+            if self._left < 0 or (is_last and self._left):
+                raise RuntimeError("the answer has not the length that it announces")
+        if body:
+            write(body)
+        if is_last:
+            self._end()
+
+    def answer(self, status: int, headers: HeaderList, body: bytes) -> bool:
+        """Send a whole answer, whose headers tell its length; whether that could be done at once."""
+        if self._status or self.is_left or self._connection.is_full:
+            return False
+        head = self._begun(status, headers)
+        self._connection.transport.writelines((head, body) if self._left else (head,))
+        self._end()
+        return True
+
+    def is_writable(self) -> bool:
+        """Whether `write_chunk` can send a piece of the answer now."""
+        return self._is_chunked and not (self.is_left or self._connection.is_full)
+
+    def write_chunk(self, piece: bytes) -> None:
+        self._connection.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    def _begun(self, status: int, headers: HeaderList) -> bytes:
+        """The answer's head. Raises `ValueError`, see `head_of`."""
+        length, last = dict(headers).get(b"content-length"), b"" if self.keeps else b"connection: close\r\n"
+        is_bodiless = self._is_head or status in BODILESS
+        is_chunked = not is_bodiless and length is None and self._version != "1.0"
+        if is_chunked:
+            last += b"transfer-encoding: chunked\r\n"
+        first = _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+        head = head_of(first, headers, last, 2 - self.keeps + is_chunked)
+        self._left = 0 if is_bodiless else None if length is None else int(length)
+        self._is_chunked, self._status, self._expects = is_chunked, status, False
+        return head
+
+    def _end(self) -> None:
+        """The answer is complete."""
+        self.is_answered = True
+        if not self.keeps:
+            self._connection.transport.close()
+        self._connection.on_answered()
+
+    async def run(self, app: Any, scope: Scope) -> None:
+        """Have the application answer. What it leaves open, or fails at, the client sees break off."""
+        try:
+            await app(scope, self.receive, self.send)
+            if not (self.is_answered or self.is_left):
+                raise RuntimeError("the answer is not complete")
+        except BaseException as error:
+            logger.error("Exception in ASGI application\n", exc_info=error)
+            self._connection.transport.close()
+        finally:
+            self._connection.tasks.discard(asyncio.current_task())
+
+
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:
     headers = [*headers, (b"content-length", b"%d" % len(body))]
     at_once: Callable[[int, HeaderList, bytes], bool] | None = getattr(send, "whole", None)  # as `Reply` has it
@@ -302,7 +422,7 @@ class ClientWatch:
     """
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._served: Served | None = scope.get(SERVED)
+        self._served: Request | None = scope.get(SERVED)
         self._receive = receive
         self._task: asyncio.Task[Any] | None = None
         self._watching: asyncio.Task[None] | None = None

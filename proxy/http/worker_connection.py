@@ -89,17 +89,15 @@ class Answer:
 
     async def lines(self, most: int) -> AsyncIterator[bytes]:
         """The body's lines, the last one ended or not. Raises `Broken`, `OverBound` past about `most` bytes of one."""
-        begun = bytearray()
+        begun = b""
         async for chunk in self.chunks():
-            *ended, last = chunk.split(b"\n")
+            *ended, begun = (begun + chunk).split(b"\n")
             for line in ended:
-                yield bytes(begun) + line  # of two pieces of which each is within the bound
-                begun.clear()
-            begun += last
+                yield line
             if len(begun) > most:
                 raise OverBound(f"a line of more than {most:,} bytes")
         if begun:
-            yield bytes(begun)
+            yield begun
 
     async def read(self, most: float = inf) -> bytes:
         """The whole body. Raises `Broken`: `Malformed` past `most` bytes."""

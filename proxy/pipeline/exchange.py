@@ -253,7 +253,7 @@ class Reply:
 
     _send: asgi.Send
     _timings: Timings
-    served: asgi.Served | None = None  # by the gateway's own server; None under another, and if nobody waits
+    served: asgi.Request | None = None  # by the gateway's own server; None under another, and if nobody waits
     watch: asgi.ClientWatch | None = None  # None: nobody waits for the answer
     started: bool = False
     failure: int = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
@@ -268,7 +268,7 @@ class Reply:
         await self._send(message)
 
     def whole(self, status: int, headers: asgi.HeaderList, body: bytes) -> bool:
-        """Send a whole answer, as `asgi.Served.answer`."""
+        """Send a whole answer, as `asgi.Request.answer`."""
         if self.served is None or not self.served.answer(status, [*headers, self._own_time], body):
             return False
         self._begun_as, self.started = status, True

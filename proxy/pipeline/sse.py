@@ -47,7 +47,7 @@ _LAST = (b"data: [DONE]", b"event: message_stop", *_ENDED)
 class SseRelay:
     _answer: Answer
     _send: asgi.Send
-    _served: asgi.Served | None = None  # by which pieces are sent where they arrive; None: all go by `_send`
+    _served: asgi.Request | None = None  # by which pieces are sent where they arrive; None: all go by `_send`
     _choices: int = 0  # remove the event that holds only usage, behind the ends of so many; 0: leave it
     # Called with the first event before that is sent; then `first` and `last` are kept.
     _opened: Callable[[bytes], None] | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from http import HTTPStatus
 from math import inf
 from typing import Any
@@ -16,11 +15,11 @@ from urllib.parse import unquote
 
 import httptools
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 from uvicorn.server import ServerState
 
 from proxy.errors import GatewayError, HeadTooLarge, InvalidHttp, TooSlow
 from proxy.http import asgi
+from proxy.http.asgi import Request
 from proxy.pipeline.error_responses import error_headers
 from proxy.server.process_limits import SPARE
 from proxy.settings import Settings
@@ -42,133 +41,6 @@ UPGRADES = frozenset((b"upgrade", b"http2-settings"))
 
 class ConnectionState(ServerState):
     is_stopping = False  # answers end their connections, so that clients go elsewhere
-
-
-class Request:
-    """A request and its answer: ASGI's `receive` and `send`, and an `asgi.Served`.
-
-    Nothing here leads to its scope, which leads here: a large body would else stay in memory until the garbage
-    collector comes, which counts objects.
-    """
-
-    is_crowded = wants_websocket = is_broken = is_left = False
-    on_left: Callable[[], None] | None = None
-    is_complete = _has_told_end = False  # all of its body has come, and been read
-    _unread: bytes | bytearray = b""  # of its body
-    is_answered = _is_chunked = False
-    _status = 0  # of the answer, once that has begun
-    _left: int | None = None  # bytes of the answer's body, if it says how many there are
-
-    def __init__(self, connection: Connection, version: str, is_head: bool, expects: bool, keeps: bool) -> None:
-        """`expects`: the client waits for 100 Continue; `keeps`: it keeps the connection behind the answer."""
-        self._connection, self._version, self._is_head, self._expects = connection, version, is_head, expects
-        self.keeps = keeps
-
-    def take(self, part: bytes) -> int:
-        """A part of its body; how many bytes wait to be read."""
-        if self._unread:
-            self._unread = bytearray(self._unread) if isinstance(self._unread, bytes) else self._unread
-            self._unread += part
-        else:
-            self._unread = part
-        return len(self._unread)
-
-    def leave(self) -> None:
-        """The client is gone."""
-        self.is_left = True
-        if self.on_left is not None:
-            self.on_left()
-
-    def whole_body(self) -> bytes | None:
-        return self._read() if self.is_complete and not self.is_left else None
-
-    def _read(self) -> bytes:
-        self._has_told_end = self.is_complete
-        body, self._unread = bytes(self._unread), b""  # one that came in one piece is not copied
-        return body
-
-    async def receive(self) -> dict[str, Any]:
-        connection = self._connection
-        if self._expects and not connection.transport.is_closing():
-            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            self._expects = False
-        while not (self.is_left or self.is_answered or self.is_broken):
-            if self._unread or (self.is_complete and not self._has_told_end):
-                return {"type": "http.request", "body": self._read(), "more_body": not self.is_complete}
-            connection.go_on_reading()
-            await connection.changes()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: asgi.Scope) -> None:
-        """Raises `RuntimeError` for what does not follow what was sent, and for a body that has not its length."""
-        while self._connection.is_full and not self.is_left:
-            await self._connection.changes()
-        if self.is_left:
-            return
-        if (message["type"] == "http.response.start") is (self._status > 0) or self.is_answered:
-            raise RuntimeError(f"{message['type']} does not follow what was sent")
-        write = self._connection.transport.write
-        if not self._status:
-            write(self._begun(message["status"], message["headers"]))
-            return
-        body, is_last = message.get("body", b""), not message.get("more_body")
-        if self._is_chunked:
-            body = (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + (b"0\r\n\r\n" if is_last else b"")
-        elif self._is_head:
-            body = b""
-        elif self._left is not None:
-            self._left -= len(body)
-            if self._left < 0 or (is_last and self._left):
-                raise RuntimeError("the answer has not the length that it announces")
-        if body:
-            write(body)
-        if is_last:
-            self._end()
-
-    def answer(self, status: int, headers: asgi.HeaderList, body: bytes) -> bool:
-        if self._status or self.is_left or self._connection.is_full:
-            return False
-        head = self._begun(status, headers)
-        self._connection.transport.writelines((head, body) if self._left else (head,))
-        self._end()
-        return True
-
-    def is_writable(self) -> bool:
-        return self._is_chunked and not (self.is_left or self._connection.is_full)
-
-    def write_chunk(self, piece: bytes) -> None:
-        self._connection.transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
-
-    def _begun(self, status: int, headers: asgi.HeaderList) -> bytes:
-        """The answer's head. Raises `ValueError`, see `asgi.head_of`."""
-        length, last = dict(headers).get(b"content-length"), b"" if self.keeps else b"connection: close\r\n"
-        is_bodiless = self._is_head or status in asgi.BODILESS
-        is_chunked = not is_bodiless and length is None and self._version != "1.0"
-        if is_chunked:
-            last += b"transfer-encoding: chunked\r\n"
-        head = asgi.head_of(STATUS_LINE[status], headers, last, 2 - self.keeps + is_chunked)
-        self._left = 0 if is_bodiless else None if length is None else int(length)
-        self._is_chunked, self._status, self._expects = is_chunked, status, False
-        return head
-
-    def _end(self) -> None:
-        """The answer is complete."""
-        self.is_answered = True
-        if not self.keeps:
-            self._connection.transport.close()
-        self._connection.on_answered()
-
-    async def run(self, app: Any, scope: asgi.Scope) -> None:
-        """Have the application answer. What it leaves open, or fails at, the client sees break off."""
-        try:
-            await app(scope, self.receive, self.send)
-            if not (self.is_answered or self.is_left):
-                raise RuntimeError("the answer is not complete")
-        except BaseException as error:
-            logger.error("Exception in ASGI application\n", exc_info=error)
-            self._connection.transport.close()
-        finally:
-            self._connection.tasks.discard(asyncio.current_task())
 
 
 class Connection(asyncio.Protocol):
