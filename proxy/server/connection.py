@@ -239,7 +239,7 @@ class Connection(asyncio.Protocol):
         self._taken_at = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._connections.discard(self)  # type: ignore[arg-type]
+        self._connections.discard(self)
         self._changed.set()
         for request, _ in self._requests:
             request.leave()
