@@ -95,30 +95,28 @@ class WorkerPool:
         return self.up
 
     async def find(self, model: Any) -> list[Worker]:
-        """As `serving`, after a look at the workers if none is known to serve it."""
-        if not self.lists(model) or not (serving := self.serving(model)):
-            await self.ready()
-            await self.look_for(model)
-            serving = self.serving(model)
-        return serving
+        """As `serving`, after a look at the workers, since none that is known to be up lists it."""
+        await self.ready()
+        await self.look_for(model)
+        return self.serving(model)
+
+    def listing(self, model: Any) -> list[Worker]:
+        """Workers that are up and list `model`, warm or not. It runs for every request, over all workers."""
+        if not isinstance(model, str):
+            return []
+        return [worker for worker in self.workers if worker.up and model in worker.names.templates]
 
     def serving(self, model: Any) -> list[Worker]:
-        """Workers that are up and serve `model`, warm or not.
+        """The same; a name that is empty, or that no worker lists, is left to the workers: see `_taking`."""
+        return self.listing(model) or self._taking(model)
 
-        A name that is empty, or that no worker lists, is left to the workers: see `_taking`.
-        """
-        if not isinstance(model, str):  # said once: this runs for every request, over all workers
-            return []
-        serving = [worker for worker in self.workers if worker.up and model in worker.probed.names.templates]
-        return serving or self._taking(model)
-
-    def for_model(self, model: Any) -> list[Worker]:
-        """Workers to choose from: those that are up and serve `model`, without those that fail while others do not.
+    def for_model(self, model: Any, serving: Sequence[Worker]) -> Sequence[Worker]:
+        """Workers to choose from: of those `serving` the `model`, the ones that do not fail while others do not.
 
         If the request names no model by its kind (None), all that are up. Raises `NoWorker`, or `BadRequest` for an
         empty name before several models.
         """
-        if serving := self.serving(model):
+        if serving:
             if not [worker for worker in serving if worker.warming or worker.breaker.is_open]:
                 return serving
             return sound_of([worker for worker in serving if not worker.warming] or serving)
@@ -130,14 +128,14 @@ class WorkerPool:
             raise BadRequest(f"This request names no model, and several are served here: {named}.", param="model")
         return sound_of(up)
 
-    def _taking(self, model: str) -> list[Worker]:
+    def _taking(self, model: Any) -> list[Worker]:
         """Workers that are up, for a name that is empty or that none of all workers lists.
 
         An empty one means the only model, and nothing before several ones. Any other goes to one model, the same each
         time: of workers that take any name (vLLM's VLLM_SKIP_MODEL_NAME_VALIDATION), if some are known to, and else of
         those that were not asked yet. Where none does, they word the refusal.
         """
-        if self.lists(model):
+        if not isinstance(model, str) or model in self._name_keys:
             return []
         workers = [worker for worker in self.workers if worker.up and worker.names.base]
         if not model:
@@ -206,7 +204,7 @@ class WorkerPool:
     def _note(self, worker: Worker, probed: Probed) -> None:
         """The worker has said this of itself. Odd lists raise here, before anybody else reads them."""
         is_other = (probed.names, probed.boot) != (worker.names, worker.boot)
-        worker.probed = probed
+        worker.learn(probed)
         if is_other:
             self._name_keys = name_keys(each.names for each in self.workers)
             if all(each.names.base for each in self.workers):

@@ -21,7 +21,7 @@ from proxy.http import asgi
 from proxy.http.auth import LOAD_ADAPTER, UNLOAD_ADAPTER
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.idle_work import beside
-from proxy.pipeline.exchange import Choice, Exchange
+from proxy.pipeline.exchange import Exchange
 
 # Not a field of vLLM, which reads over it: whose adapter it is, where several models are served.
 BASE = "base_model_name"
@@ -59,7 +59,7 @@ class AdapterChanges:
         task.add_done_callback(_over)
         with exchange.timings.waiting():
             outcome = await asyncio.shield(task)
-        exchange.give(Choice(outcome.worker))
+        exchange.give(outcome.worker)
         by = (b"x-seamark-worker", outcome.worker.name.encode())
         headers = [(b"content-type", outcome.kind), by, exchange.head.id_header]
         await asgi.send_whole(exchange.reply, outcome.status, headers, outcome.body)

@@ -25,7 +25,8 @@ from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
+from proxy.pipeline.dispatch import Dispatcher, prompt_computed
+from proxy.pipeline.exchange import Exchange
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.handler import Answering, BodyReader, Preflights, RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
@@ -69,14 +70,14 @@ class Gateway:
         self.pool = WorkerPool(settings, self.upstream, metrics, self.facts, idle, shelf, self.queue.wake)
         self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
-        prefilling: dict[str, Lease] = {}
+        prefilling: dict[str, Exchange] = {}
         computed = partial(prompt_computed, prefilling)
         events = shelf.put(
             EngineEvents(self.upstream, self.prefix_index, idle, shelf, reader.told, self.pool.gateway_id, computed)
         )
         self.warmup = WarmupSet(settings.text_bytes // 8)
         known = self.prefix_index, events, self.warmup, reader.stored
-        dispatcher = Dispatcher(settings.load_slack, self.pool, self.queue, *known, shelf, prefilling)
+        dispatcher = Dispatcher(settings.load_slack, self.pool, self.queue, *known, prefilling)
         self.shadow = shelf.put(Shadow(settings, reader.find_boundaries, reader.recent, metrics, idle, self.pool.boots))
         tracing = _tracing(settings.otlp_traces_endpoint, metrics)
         self.accounting = shelf.put(

@@ -21,7 +21,7 @@ from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import OWN_REQUESTS
 from proxy.http import asgi, auth
 from proxy.http.asgi import BodyHold, BodyMemory
-from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
+from proxy.http.auth import ADMIN_OF_WORKERS, ApiKey, KeyRing
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.form_body import is_form, read_form, refuse_urlencoded
 from proxy.http.json_body import as_utf8, memory_of, parse_object
@@ -60,7 +60,7 @@ class BodyReader:
     """Reads bodies within their bounds."""
 
     def __init__(self, settings: Settings, idle: IdleWork) -> None:
-        self._settings = settings
+        self._settings, self._limits = settings, settings.json_limits
         self._idle = idle
         self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
         self._turns = asyncio.Lock()
@@ -83,7 +83,7 @@ class BodyReader:
         hinted = head.endpoint in HINTED
         if not hinted:
             if is_form(head.headers):
-                body.form_model = await self._idle.finish(read_form(head.headers, body.raw))
+                exchange.model = await self._idle.finish(read_form(head.headers, body.raw))
                 return None
             if body.raw.strip():
                 refuse_urlencoded(head.headers)
@@ -93,7 +93,7 @@ class BodyReader:
             await self.turn()
         try:
             raw = as_utf8(body.raw)
-            parsed = parse_object(raw, *settings.json_limits)
+            parsed = parse_object(raw, *self._limits)
         except errors.BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
             if hinted or isinstance(error, errors.TooComplex) or (head.key is not None and head.is_json):
@@ -103,7 +103,7 @@ class BodyReader:
         body.memory = memory_of(parsed, len(raw), settings.max_boundary_values)
         held.take(body.memory.size)
         name = parsed.get("request_id")
-        body.take(parsed, head, settings.ask_usage)
+        exchange.take(parsed, settings.ask_usage)
         return name
 
     async def turn(self) -> None:
@@ -179,7 +179,7 @@ class RequestHandler:
         exchange: Exchange | None = None
         try:
             asgi.check_room(scope)
-            if is_preflight(scope):
+            if scope["method"] == "OPTIONS" and is_preflight(scope):
                 await self._preflights.answer(scope, request_id, send)
                 return
             key = auth.client(scope, self._keys) if self._keys is not None else None
@@ -206,10 +206,14 @@ class RequestHandler:
         """From a body that is there to the last byte of the answer."""
         head = exchange.head
         self._accounting.begin(exchange)
-        self._check_owner(exchange)  # of a response in the path, whatever the body is
+        if exchange.response_id is not None and head.key is not None:
+            self._check_owner(exchange, head.key)  # of a response in the path, whatever the body is
         if head.method == "POST":
-            self._take_name(exchange, await self._bodies.parse(exchange, held))
-            self._check_owner(exchange)
+            name = await self._bodies.parse(exchange, held)
+            if name is not None and not exchange.is_named:
+                self._take_name(exchange, name)
+            if exchange.response_id is not None and head.key is not None:
+                self._check_owner(exchange, head.key)
             if head.endpoint in HINTED:
                 if len(exchange.body.raw) > LARGE_BYTES:
                     await self._bodies.turn()
@@ -220,19 +224,17 @@ class RequestHandler:
                 return
         await self._answer(exchange)
 
-    def _check_owner(self, exchange: Exchange) -> None:
+    def _check_owner(self, exchange: Exchange, key: ApiKey) -> None:
         """Raises `NotFound` for a response that is not known to be the key's."""
-        key = exchange.head.key
-        if key is None or not isinstance(named := exchange.response_id, str):
-            return
-        if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
+        named = exchange.response_id
+        if isinstance(named, str) and self._reader.stored.boot(named, key.owner) is None and not key.made(named):
             raise errors.NotFound("No such response.")
 
     def _take_name(self, exchange: Exchange, given: Any) -> None:
-        """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
-        if exchange.is_named or not isinstance(given, str) or not _is_name(given):
+        """Give the request the name in its body; vLLM prefers one in a header."""
+        if not isinstance(given, str) or not _is_name(given):
             return
-        exchange.head = exchange.head._replace(request_id=given)
+        exchange.head.request_id = given
         self._engine_ids.discard(exchange.engine_id)
         exchange.engine_id = self._engine_id(given)
         if exchange.engine_id != given and "request_id" in exchange.body.parsed:

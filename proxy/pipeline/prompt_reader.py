@@ -67,8 +67,9 @@ class PromptReader:
 
     async def find(self, exchange: Exchange) -> None:
         """Read the prompt of a parsed request, once workers are there that serve its model."""
-        with exchange.timings.waiting():
-            workers = await self._pool.find(exchange.model)
+        if not (workers := self._pool.listing(exchange.model)):
+            with exchange.timings.waiting():
+                workers = await self._pool.find(exchange.model)
         exchange.prompt = self.read(exchange, workers)
 
     def read(self, exchange: Exchange, workers: Sequence[Worker]) -> Prompt:

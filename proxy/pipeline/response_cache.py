@@ -91,32 +91,32 @@ class ResponseCache(Part):
         """From what is stored, after waiting for an equal request that is being computed, or from a worker."""
         api_key, result = exchange.head.key, b"hit"
         key, may_wait = cacheable.digest(exchange, self._secret), not told.no_cache and told.max_age != 0
-        lease = self._dispatcher.lease(exchange)
+        dispatcher = self._dispatcher
         try:
             while not told.no_cache:
                 if (entry := self.find(key, exchange.model, told.max_age)) is not None:
-                    lease.unused()
+                    dispatcher.unused(exchange)
                     self._count(result.decode()).inc()
                     await self._deliver(key, entry, exchange, result)
                     return
                 flight = self.flight(key) if may_wait else None
-                if flight is not None and (lease.has_slot or api_key is None or api_key.has_room):
+                if flight is not None and (exchange.slot is not None or api_key is None or api_key.has_room):
                     result, may_wait = b"joined", False
-                    with exchange.timings.waiting(), self._dispatcher.counted(api_key):
-                        lease.unused()
+                    with exchange.timings.waiting(), dispatcher.counted(api_key):
+                        dispatcher.unused(exchange)
                         await flight.wait(self._patience if exchange.body.parsed.get("stream") else None)
-                elif lease.has_slot:
+                elif exchange.slot is not None:
                     break
                 else:  # an equal request may begin or end meanwhile
-                    await self._dispatcher.acquire(lease)
-            if not lease.has_slot:
-                await self._dispatcher.acquire(lease)
+                    await dispatcher.acquire(exchange)
+            if exchange.slot is None:
+                await dispatcher.acquire(exchange)
             self._count("miss").inc()
             with Flight(self, key, exchange) as flight:
                 exchange.send = flight.send
-                await self._relay.forward(lease)
+                await self._relay(exchange)
         finally:
-            lease.release()
+            dispatcher.release(exchange)
 
     def find(self, key: bytes, model: Any, max_age: float | None = None) -> Entry | None:
         """The stored answer, if it still stands and is not older than `max_age` seconds. It has to be returned."""

@@ -164,15 +164,17 @@ class EngineEvents(Part):
             feed.pins.pop(request_id, None)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        """That of a worker with the plugin is read from its first request on, whatever that is, till it is removed.
-
-        Also while it tries its drafts, though nothing is sent to it.
-        """
-        if change is Change.TRIES or (change is Change.GIVEN and worker.engine is not None):
-            self._ensure_reader(worker, self._feeds[worker.url])
+        """It is followed while it tries its drafts, too, though nothing is sent to it, and until it is removed."""
+        if change is Change.TRIES:
+            self.follow(worker)
         feed = self._feeds.pop(worker.url, None) if change is Change.REMOVED else None
         if feed is not None and feed.reader is not None:
             feed.reader.cancel()
+            worker.is_followed = False  # its task may not have begun
+
+    def follow(self, worker: Worker) -> None:
+        """Read the feed of a worker with the plugin: from its first request on, whatever that is."""
+        self._ensure_reader(worker, self._feeds[worker.url])
 
     async def aclose(self) -> None:
         readers = [feed.reader for feed in self._feeds.values() if feed.reader is not None]
@@ -252,10 +254,11 @@ class EngineEvents(Part):
             logger.error("events reported by worker %s: %s", worker.name, type(failed).__name__)
             feed.held_states.forget_all(worker.boot)
         yield from self._tell(worker, feed, events)
-        worker.draft_gate = None
+        gate = None
         if line.drafts is not None:
             state, figures = map(printable, line.drafts)
-            worker.draft_gate = GateReport(state, figures, time.perf_counter())
+            gate = GateReport(state, figures, time.perf_counter())
+        worker.hear_of_drafts(gate)
         feed.boot, feed.cursor, feed.load = line.boot, line.cursor, Load(*line.load) if line.load else None
         worker.others = feed.load or Load()
 

@@ -52,7 +52,7 @@ class Client:
         told = {asgi.ON_DISCONNECT: lambda call_back: setattr(self, "leaves", call_back)}
         self.watch = asgi.ClientWatch({"extensions": told}, _nothing)
         self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got, watch=self.watch)
-        self.request.body.take(json.loads(raw), self.request.head, asks_usage=False)
+        self.request.take(json.loads(raw), asks_usage=False)
         self.head: dict[bytes, bytes] = {}
         self.body, self.ended = b"", False
         self.reads = asyncio.Event()

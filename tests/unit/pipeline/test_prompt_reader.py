@@ -24,7 +24,7 @@ from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Mem
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import exchange as request_module
-from proxy.pipeline.exchange import Body, Exchange, Timings, affinity_key, choices_of, exchange_of, target_of
+from proxy.pipeline.exchange import Body, Exchange, affinity_key, choices_of, exchange_of, target_of
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE, PromptReader
 from proxy.settings import Settings
 from tests.harness.probed import pool_of
@@ -77,6 +77,7 @@ async def read(
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     request = exchange_of(scope, json.dumps(parsed).encode(), "r", key)
     request.body.parsed, request.body.memory = parsed, memory
+    request.ask()
     request.prompt = reader.read(request, workers)
     if has_slot:
         reader.learn(request)
@@ -209,6 +210,7 @@ async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(endpoint,
         raw = json.dumps({"model": "m", **body(150, seed)}).encode()
         request = exchange_of(scope, raw, f"{seed}")
         request.body.parsed = parse_object(raw, *limits)
+        request.ask()
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
         request.prompt = reader.read(request, [worker()])
         reader.stored.put(request.prompt.chat, {"id": f"resp_{seed}"}, "w#1")
@@ -250,11 +252,13 @@ def test_an_answer_has_so_many_choices_for_each_prompt():
     assert [choices_of({"prompt": prompt, "n": 2}) for prompt in ([], [[1, 2], [3]], [7, 8, 9])] == [2, 4, 2]
 
 
-def test_the_gateways_own_time_is_what_it_did_not_wait(monkeypatch):
+async def test_the_gateways_own_time_is_what_it_did_not_wait(monkeypatch):
+    got = asyncio.Queue()
     monkeypatch.setattr(request_module.time, "perf_counter", lambda: 10.0)
-    for arrived, waited, own in ((8.0, 0.5, 1500.0), (8.0, 2.5, 0.0)):
-        timings = Timings(arrived=arrived, waited_seconds=waited)
-        assert timings.own_milliseconds == own and not (timings.is_stream or timings.was_alone)
+    for arrived, waited, own in ((8.0, 0.5, b"1500.0"), (8.0, 2.5, b"0.0")):
+        reply = request_module.Reply(got.put, request_module.Timings(arrived=arrived, waited_seconds=waited))
+        await reply({"type": "http.response.start", "status": 200, "headers": []})
+        assert (await got.get())["headers"] == [(request_module.OWN_TIME, own)]
 
 
 EVIL = {"remote_host": "evil"}
@@ -263,7 +267,7 @@ EVIL = {"remote_host": "evil"}
 def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) -> Body:
     scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
     request = exchange_of(scope, json.dumps(raw).encode(), "r", key)
-    request.body.take(dict(raw), request.head, asks_usage=False)
+    request.take(dict(raw), asks_usage=False)
     return request.body
 
 

@@ -211,7 +211,7 @@ async def test_a_request_waits_for_so_long_in_all_and_is_refused_by_what_it_wait
         assert len(queue) == 0 and (key is None or key.queued == 0)
 
 
-def worker(name: str, **fields: int) -> Worker:
+def worker(name: str, **fields: Any) -> Worker:
     engine = EngineInfo("0.1.0", "0.32.0", match_unit=16, block_size=384)
     return Worker(f"http://{name}", renderer=None, probed=probed(name, engine), **fields)
 
@@ -238,11 +238,10 @@ def test_the_longest_prefix_decides_unless_its_worker_is_ahead_by_more_than_that
 ):
     workers, held, has, work = [], {}, {}, {}
     for name, (tokens, differed, patched, inflight, dispatched, prefill, others) in zip("abcd", drawn, strict=False):
-        one = worker(name, inflight=inflight, dispatched=dispatched, prefill_tokens=prefill)
-        one.others = others
-        one.in_shadow = not patched
+        counts = {"inflight": inflight, "dispatched": dispatched, "prefill_tokens": prefill}
+        one = worker(name, **counts, others=others, in_shadow=not patched)
         for _ in range(differed):
-            one.cache.quarantine()
+            one.quarantine()
         workers.append(one)
         held[name] = Holding(tokens, b"key", is_told=True)
         has[name] = 0 if differed == 2 else tokens // 16 * 16
