@@ -48,8 +48,9 @@ class Dispatcher:
         """Take a slot; its waits together last no longer than one. Raises `NoWorker`, `Overloaded` or `KeyBusy`."""
         timings, model = exchange.timings, exchange.model
         began = timings.asked = time.perf_counter()
-        serving = self._pool.listing(model)
-        if serving and not self._queue.waiting and self._take(exchange, serving) is not None:
+        serving, key = self._pool.listing(model), exchange.head.key
+        is_first = not self._queue.waiting and (key is None or key.has_room)
+        if serving and is_first and self._take(exchange, serving) is not None:
             return
         try:
             if not serving:
@@ -59,7 +60,7 @@ class Dispatcher:
             wants = (model if isinstance(model, str) else None, boot, *[worker.name for worker in exchange.asked])
             timings.asked = time.perf_counter()
             take = partial(self._take, exchange)
-            await self._queue.acquire(exchange.head.key, wants, take, self.never_sent, timings.queued_seconds)
+            await self._queue.acquire(key, wants, take, self.never_sent, timings.queued_seconds)
             timings.queued_seconds += time.perf_counter() - timings.asked
         finally:
             timings.waited_seconds += time.perf_counter() - began
@@ -68,7 +69,8 @@ class Dispatcher:
         """The worker is done with the request. Does nothing the second time."""
         if exchange.slot is not None:
             self._end(exchange, exchange.slot)
-            self.released()
+            if self._queue.waiting:
+                self._queue.wake()
 
     def never_sent(self, exchange: Exchange) -> None:
         """The worker never got the request: nothing of it is there."""
@@ -102,7 +104,7 @@ class Dispatcher:
         if exchange.slot is not None:
             self._end(exchange, exchange.slot)
         self._give(exchange, others, serving)
-        self.released()
+        self._queue.wake()
         return True
 
     def prefilled(self, exchange: Exchange) -> None:
@@ -121,7 +123,7 @@ class Dispatcher:
             is_awaited = key is not None and not key.has_room and key.queued > 0
             count_at(key, -1)
             if is_awaited:
-                self.released()
+                self._queue.wake()
 
     def should_retry_elsewhere(self, exchange: Exchange, worker: Worker, status: int) -> bool:
         """Whether a worker that has not been asked may keep what the request names and `worker` does not know.
@@ -133,7 +135,7 @@ class Dispatcher:
         if status == TOO_LONG and worker not in exchange.asked and keeper is None:
             length = worker.length(model)
             exchange.asked += [each for each in self._pool.serving(model) if each.length(model) <= length]
-            return bool(self._unasked(exchange))
+            return bool(exchange.asked and self._unasked(exchange))
         if kept is None or keeper is worker:
             return False
         if status == NOT_FOUND:
@@ -144,10 +146,6 @@ class Dispatcher:
             self._stored.keep(kept, worker.boot, exchange.head.owner)
         return False
 
-    def released(self) -> None:
-        if self._queue.waiting:
-            self._queue.wake()
-
     def not_computed(self, exchange: Exchange) -> None:
         """The worker never got the request: what was recorded for it is not there."""
         if (worker := exchange.worker) is not None and exchange.expected is not None:
@@ -156,12 +154,7 @@ class Dispatcher:
                 self._prefix_index.forget([boundary.key for boundary in found.boundaries], worker.boot)
 
     def _take(self, exchange: Exchange, serving: Sequence[Worker] = ()) -> Exchange | None:
-        """The request, with a slot; None if its key, or all workers that could serve it, have as many as they may.
-
-        `serving`: those that serve its model, if that is known.
-        """
-        if (key := exchange.head.key) is not None and not key.has_room:
-            return None
+        """The request, with a slot; None if the workers that could serve it (`serving`, if that is known) are full."""
         serving = serving or self._pool.serving(exchange.model)
         if not (roomy := self._roomy(exchange, serving)):
             return None
@@ -171,16 +164,16 @@ class Dispatcher:
 
     def _roomy(self, exchange: Exchange, serving: Sequence[Worker]) -> list[Worker]:
         """Workers that have a slot for it."""
-        if (keeper := self.keeper(exchange)) is not None:
-            if not keeper.up:
-                raise no_worker("The worker that stores what this request names is not ready.", [keeper])
-            workers: Sequence[Worker] = [keeper]
-        elif not (workers := self._unasked(exchange)):
-            if exchange.kept_id is not None and not exchange.model:
-                # Whose response it continues decides before a model that is not named.
-                workers = self._pool.for_model(None, ())
-            else:
-                workers = self._pool.for_model(exchange.model, serving)
+        keeper = self.keeper(exchange) if exchange.kept_id is not None else None
+        if keeper is not None and not keeper.up:
+            raise no_worker("The worker that stores what this request names is not ready.", [keeper])
+        workers: Sequence[Worker] = (
+            [keeper] if keeper is not None else self._unasked(exchange) if exchange.asked else ()
+        )
+        if not workers and exchange.kept_id is not None and not exchange.model:
+            workers = self._pool.for_model(None, ())  # whose response it continues decides before a model
+        elif not workers:
+            workers = self._pool.for_model(exchange.model, serving)
         # As `has_room` says: for a thousand workers, a property costs more than all else here.
         return [worker for worker in workers if not worker.max_inflight or worker.inflight < worker.max_inflight]
 
@@ -272,8 +265,6 @@ class Dispatcher:
 
     def _unasked(self, exchange: Exchange) -> list[Worker]:
         """Once one does not know the response: the others that may, failing ones too. Nobody else can answer for it."""
-        if not exchange.asked:
-            return []
         workers = self._pool.serving(exchange.model) or self._pool.up
         return [worker for worker in workers if worker not in exchange.asked]
 

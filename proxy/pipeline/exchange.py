@@ -8,7 +8,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.template_facts import TemplateFacts
@@ -169,7 +169,8 @@ class Body:
         self.dropped.append(name)
 
 
-class Prompt(NamedTuple):
+@dataclass(slots=True)
+class Prompt:
     """What was read of a request before a worker was chosen."""
 
     chat: Chat | None = None
@@ -179,9 +180,6 @@ class Prompt(NamedTuple):
     rewrites: tuple[str, ...] = ()  # rules that were applied
     template_of: Worker | None = None  # which can be asked about the template once the request has a slot
     facts: TemplateFacts | None = None  # that are known of it
-
-
-NOT_READ = Prompt()
 
 
 @dataclass(slots=True)
@@ -207,6 +205,11 @@ class Timings:
             yield
         finally:
             self.waited_seconds += time.perf_counter() - began
+
+    @property
+    def own_milliseconds(self) -> float:
+        """That the gateway itself has taken by now."""
+        return max(0.0, time.perf_counter() - self.arrived - self.waited_seconds) * 1e3
 
     def stages(self) -> list[tuple[str, float, float]]:
         """What a trace shows: name, begin and end."""
@@ -245,9 +248,8 @@ class Reply:
     async def __call__(self, message: asgi.Scope) -> None:
         if message["type"] == "http.response.start":
             self.status, self.started = self.failure or message["status"], True
-            timings = self._timings
-            own = max(0.0, time.perf_counter() - timings.arrived - timings.waited_seconds) * 1e3
-            message = {**message, "headers": [*message["headers"], (OWN_TIME, f"{own:.1f}".encode())]}
+            own = (OWN_TIME, f"{self._timings.own_milliseconds:.1f}".encode())
+            message = {**message, "headers": [*message["headers"], own]}
             if self._hold_head is not None and asgi.IS_WHOLE in message:
                 self._hold_head()
         elif self.watch is not None and not message.get("more_body"):
@@ -290,7 +292,7 @@ class Exchange:
     engine_id: str  # `head.request_id`, or another name if a request of that name is under way
     is_named: bool = False  # by its client's X-Request-Id
     trace: RequestTrace | None = None  # None: nothing is traced
-    prompt: Prompt = NOT_READ
+    prompt: Prompt = field(default_factory=Prompt)
     timings: Timings = field(default_factory=Timings)
     # What it asks for, by `ask`.
     model: Any = None  # as the client wrote it; empty: any, as vLLM lets it; None: for no model, or not read

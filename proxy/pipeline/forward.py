@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
@@ -27,7 +26,7 @@ from proxy.http.json_body import TRANSFERS, loads
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.dispatch import MOST_ASKED, TOO_LONG, Dispatcher
+from proxy.pipeline.dispatch import TOO_LONG, Dispatcher
 from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.prompt_reader import PromptReader
@@ -42,25 +41,7 @@ ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
 
 
 NOT_TAKEN = (502, 503)  # a worker, or a proxy before it, says by these that it has not computed the request
-UNREACHABLE, STALE, NOT_STORED, REFUSED = "unreachable", "stale", "not_found", "refused"
-
-
-class _Retry(NamedTuple):
-    """What follows a try that came to nothing."""
-
-    elsewhere: bool  # else at the same worker, on a new connection, once
-    waits: bool = False  # for a slot anywhere; else at a worker that has one now
-    most: int = 1
-
-
-# Whatever may have been read goes to no other worker, except that one which says that it has not computed the request
-# is believed: once, and wherever the stored response that it names may be.
-RETRIES: Mapping[str, _Retry] = {
-    UNREACHABLE: _Retry(elsewhere=True, waits=True),
-    STALE: _Retry(elsewhere=False),
-    NOT_STORED: _Retry(elsewhere=True, waits=True, most=MOST_ASKED),
-    REFUSED: _Retry(elsewhere=True),
-}
+UNREACHABLE, STALE, NOT_STORED, REFUSED = ("unreachable", "stale", "not_found", "refused")
 
 NO_ROUTE = (404, 405, 501)
 NOT_RENDERED = (400, 422, 500)  # what a template refuses
@@ -112,7 +93,12 @@ class ResponseRelay:
             dispatcher.release(exchange)
 
     async def _send(self, exchange: Exchange) -> Answer:
-        """Send to its worker, and to another one if that has not taken it, as `RETRIES` says."""
+        """Send to its worker, and to another one if that has not taken it.
+
+        Whatever may have been read goes to no other worker, except that one which says that it has not computed the
+        request is believed: once, and wherever the stored response that it names may be. A connection that was closed
+        while it was idle is replaced, once.
+        """
         head, timings, dispatcher = exchange.head, exchange.timings, self._dispatcher
         is_read = head.endpoint in HINTED and not self._settings.shadow
         headers = [
@@ -125,8 +111,8 @@ class ResponseRelay:
         if self._prefills is not None:
             with timings.waiting():
                 transfer = await self._prefills.transfer(exchange, headers)
-        tries = dict.fromkeys(RETRIES, 0)
-        fresh = merges = False
+        unreachable = 0  # workers that were
+        was_refused = fresh = merges = False
         while True:
             worker = exchange.at
             merges = merges or worker.merges_system
@@ -159,29 +145,29 @@ class ResponseRelay:
                 answer = MessageAnswer(answer)
             if answer is not None and not (failed := self._why_not(exchange, worker, answer.status)):
                 return answer
-            retry = RETRIES[failed]
-            tries[failed] += 1
-            if not retry.elsewhere and fresh:
+            if failed == STALE and fresh:
                 raise Stale
-            if failed == UNREACHABLE and tries[failed] > len(self._pool.workers):
+            unreachable += failed == UNREACHABLE
+            if unreachable > len(self._pool.workers):
                 dispatcher.never_sent(exchange)
                 raise no_worker("No worker could be reached.", self._pool.workers)
             # What is stored, or a known worker has made, is worth waiting for a slot.
             is_kept = exchange.response_id is not None or dispatcher.keeper(exchange) is not None
-            waits = retry.waits and (answer is None or is_kept)
+            waits = failed == UNREACHABLE or (failed == NOT_STORED and is_kept)
             if answer is not None:
-                if not waits and (tries[failed] > retry.most or not dispatcher.move_now(exchange)):
+                if not waits and ((was_refused and failed == REFUSED) or not dispatcher.move_now(exchange)):
                     return answer
                 answer.close()
+            was_refused = was_refused or failed == REFUSED
             self._metrics.resent.labels(worker.name, failed).inc()
             if waits:
                 await dispatcher.move(exchange)
-            fresh, merges = not retry.elsewhere, False
+            fresh, merges = failed == STALE, False
             if failed != UNREACHABLE or exchange.at.engine != worker.engine:
                 transfer = None  # it is used once, whatever became of it
 
     def _why_not(self, exchange: Exchange, worker: Worker, status: int) -> str:
-        """A key of `RETRIES` if an answer with this status is not the last word, else nothing; both are learnt from."""
+        """Why an answer with this status is not the last word; empty if it is. Either is learnt from."""
         worker.answered_at = time.monotonic()
         is_post = exchange.head.method == "POST"
         if is_post:
@@ -308,11 +294,14 @@ class ResponseRelay:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
         collected: list[bytes] = []
         size = 0
-        with exchange.timings.waiting():
+        timings, began = exchange.timings, time.perf_counter()
+        try:
             while size <= self._settings.max_collected_bytes and (chunk := await response.next_chunk()):
                 collected.append(chunk)
                 size += len(chunk)
-        exchange.timings.first_byte = time.perf_counter()
+        finally:
+            timings.waited_seconds += time.perf_counter() - began
+        timings.first_byte = time.perf_counter()
         outcome = RequestOutcome(response.status, engine=outcome_in(response.header(OUTCOME_HEADER)))
         if size > self._settings.max_collected_bytes:
             answer = _named_in(collected[0])

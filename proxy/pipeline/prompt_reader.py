@@ -94,7 +94,8 @@ class PromptReader:
             prompt = Prompt(found=Found(failure="no_facts"))
         if prompt.found is not None:
             self._lookups(prompt.found.result).inc()
-        return prompt._replace(chat=chat, tokens=tokens, rewrites=rewrites)
+        prompt.chat, prompt.tokens, prompt.rewrites = chat, tokens, rewrites
+        return prompt
 
     def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
         size = len(exchange.body.raw)

@@ -126,7 +126,7 @@ def changed_request(scene: Scene) -> Exchange:
         remembered = RememberedRequest(layout_of(chat, b"renderer"), 1000)
         scene.reader.recent.add(remembered)
     request = scene.request()
-    request.prompt = request.prompt._replace(remembered=remembered)
+    request.prompt.remembered = remembered
     return request
 
 
@@ -160,7 +160,7 @@ async def test_what_fails_beside_an_answer_costs_no_answer_and_its_kind_alone_is
     assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
     request = scene.request()
     scene.found = Found((Boundary("turn", b"t", [7]),))  # no entry
-    request.prompt = request.prompt._replace(found=scene.found)
+    request.prompt.found = scene.found
     outcome = EngineOutcome("cold", 0, (40,))
     assert await scene.answered(request, Usage(100, 0), outcome) is None
     assert "explaining request r: TypeError" in caplog.text
