@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import ASLEEP, Probe, Probed, Unwell, why_broken
 from proxy.fleet.worker import CLOSED, DRAFT_STATES, OPEN, TRIAL, Worker, sound_of
 from proxy.http.client import Broken, Exhausted, Refused, Unreachable, Upstream
-from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
+from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, beside
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -52,14 +52,14 @@ class WorkerPool:
         idle: IdleWork,
         shelf: Shelf,
         changed: Callable[[], None] = lambda: None,
+        gateway_id: str = "",
     ) -> None:
-        """`changed` is called when other workers may be ready than before."""
+        """`changed` is called when other workers may be ready than before. `gateway_id`: of another pool of its own."""
         self._settings, self._metrics, self._upstream = settings, metrics, upstream
         self._facts, self._idle = facts, idle
         self._shelf, self._changed = shelf, changed
-        self.gateway_id = os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
+        self.gateway_id = gateway_id or os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
         self._checks: dict[str, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
         self._ranks: dict[str, tuple[int, ...]] = {}  # of engines behind one address, if there are several
         self._name_keys: dict[str, str] = {}  # of all names in all lists, see `key_of`
@@ -191,7 +191,7 @@ class WorkerPool:
             worker.takes_any_name = False
         elif not worker.takes_any_name and worker.url not in self._naming:
             self._naming.add(worker.url)
-            self._spawn(self._learn_name(worker, model))
+            beside(self._learn_name(worker, model))
 
     async def _learn_name(self, worker: Worker, model: str) -> None:
         """The worker took a name that was not in its list: it takes any, unless this one was added meanwhile."""
@@ -238,7 +238,7 @@ class WorkerPool:
         self._reconcile()
         for worker in self._all:
             if worker.url not in before:
-                self._spawn(self.check_health(worker))
+                beside(self.check_health(worker))
 
     async def check_all(self) -> None:
         await asyncio.gather(*(self.check_health(worker) for worker in self._all))
@@ -389,7 +389,7 @@ class WorkerPool:
         elif state == OPEN:
             logger.info("worker %s: hints are on beside drafts", worker.name)
             if before == TRIAL and self._settings.replay_seconds:
-                self._spawn(self._prepare(worker))
+                beside(self._prepare(worker))
 
     async def _prepare(self, worker: Worker) -> None:
         try:
@@ -429,7 +429,7 @@ class WorkerPool:
             raise Unwell(probed.asleep)
         if probed.boot != last.boot and self._settings.replay_seconds:
             worker.warming = True
-            self._spawn(self._prepare(worker))
+            beside(self._prepare(worker))
         if worker in self.workers:  # else it was removed meanwhile, with its series
             self._metrics.engine_patched.labels(worker.name).set(probed.metrics.engine is not None)
             if worker.draft_state:
@@ -480,11 +480,6 @@ class WorkerPool:
         was_up, worker.up = worker.up, up
         if up != was_up or worker.breaker.wants_trial:  # with one of those that wait, perhaps
             self._changed()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:

@@ -48,34 +48,24 @@ class CircuitBreaker:
         self.failures: set[int] = set()  # fingerprints of requests, since the last success
         self._wait = TRIAL_SECONDS
         self._trial_at = 0.0  # of the clock
-        self._on_trial = False
+        self.on_trial = False
         self.is_open = False
 
     @property
     def wants_trial(self) -> bool:
         """Whether it is open, and the next request may be the one that closes it."""
-        return self.is_open and not self._on_trial and self._clock() >= self._trial_at
+        return self.is_open and not self.on_trial and self._clock() >= self._trial_at
 
     def failed(self, request: int) -> bool:
         """A request with this fingerprint failed; whether the breaker opens with it."""
         was_open = self.is_open
-        if was_open and self._on_trial:
+        if was_open and self.on_trial:
             self._wait = min(2 * self._wait, MAX_TRIAL_SECONDS)
         elif not was_open:
             self.failures.add(request)
             self.is_open, self._wait = len(self.failures) >= BREAKER_FAILURES, TRIAL_SECONDS
         self._trial_at = self._clock() + self._wait
         return self.is_open and not was_open
-
-    def begin_trial(self) -> bool:
-        """The worker gets a request; whether that is a trial, to be ended by `end_trial`."""
-        wants_trial = self.wants_trial
-        self._on_trial = self._on_trial or wants_trial
-        return wants_trial
-
-    def end_trial(self) -> None:
-        """The request is over, whatever came of it."""
-        self._on_trial = False
 
     def reset(self) -> None:
         """A request succeeded, or the worker has restarted."""
@@ -116,7 +106,8 @@ class Slot:
         self.worker, self.prompt = worker, prompt
         self.prefill_tokens = max(0, prompt - held)  # to be computed before it answers, as far as is known
         self._was_idle = not worker.inflight
-        self._is_trial = worker.breaker.is_open and worker.breaker.begin_trial()
+        self._is_trial = worker.breaker.is_open and worker.breaker.wants_trial
+        worker.breaker.on_trial = worker.breaker.on_trial or self._is_trial
         worker.prefill_tokens += self.prefill_tokens
         worker.inflight += 1
         worker.dispatched += 1
@@ -139,7 +130,7 @@ class Slot:
         self.prefill_tokens = 0
         self.worker.inflight -= 1
         if self._is_trial:
-            self.worker.breaker.end_trial()
+            self.worker.breaker.on_trial = False
 
 
 @dataclass

@@ -102,9 +102,14 @@ class Gateway:
         if settings.prefill_worker:
             theirs = {"worker": settings.prefill_worker, "workers_file": None, "workers_dns": (), "replay_seconds": 0.0}
             self.prefill_pool = WorkerPool(
-                settings.model_copy(update=theirs), self.upstream, metrics, self.facts, idle, Shelf(metrics)
+                settings.model_copy(update=theirs),
+                self.upstream,
+                metrics,
+                self.facts,
+                idle,
+                Shelf(metrics),
+                gateway_id=self.pool.gateway_id,
             )
-            self.prefill_pool.gateway_id = self.pool.gateway_id
             shelf.also_run("prefill_workers", self.prefill_pool.watch)
             prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics.prefills)
         answer: Answering
@@ -131,7 +136,7 @@ class Gateway:
         self.handler = RequestHandler(self.keys, bodies, reader, answer, self.accounting, preflights, adapters)
         metrics.shadow_mode.set(settings.shadow)
         metrics.queued.set_function(lambda: len(self.queue))
-        self._files: list[tuple[WatchedFile[Any], Callable[[], None]]] = []
+        self._files: list[tuple[str, WatchedFile[Any], Callable[[], None]]] = []
         self._watch("workers_file", self.pool.file, self.pool.refresh)
         if self.keys is not None:
             self._watch("api_keys", self.keys.file, self.keys.refresh)
@@ -155,9 +160,9 @@ class Gateway:
 
     def _watch(self, setting: str, file: WatchedFile[Any] | None, refresh: Callable[[], None]) -> None:
         if file is not None:
-            self._files.append((file, refresh))
+            self._files.append((setting, file, refresh))
             self.metrics.file_current.labels(setting).set_function(lambda: file.is_current)
-            file.failed = self.metrics.config_reload_errors.labels(setting).inc
+            self.metrics.config_reload_errors.labels(setting)
 
     async def _watch_files(self) -> None:
         """A file that differs from look to look is still being written."""
@@ -168,9 +173,11 @@ class Gateway:
 
     def read_files(self, *, only_still: bool = False) -> None:
         """Read again those files that have changed; `only_still`: and that are as they were at the last look."""
-        for file, refresh in self._files:
+        for setting, file, refresh in self._files:
             if file.is_still() or not only_still:
+                failures = file.failures
                 refresh()
+                self.metrics.config_reload_errors.labels(setting).inc(file.failures - failures)
 
     def _distrust(self, worker: Worker) -> None:
         """Answers from the worker's cache differ."""

@@ -371,12 +371,12 @@ def test_a_breaker_waits_twice_as_long_only_after_a_trial_that_failed_and_a_minu
         while not breaker.wants_trial:
             clock.now += 0.5
         waits.append(clock.now - began)
-        assert breaker.begin_trial() and not breaker.wants_trial
-        assert not breaker.failed(9)
-        breaker.end_trial()
+        breaker.on_trial = True
+        assert not breaker.wants_trial and not breaker.failed(9)
+        breaker.on_trial = False
     assert waits == [5, 10, 20, 40, 60, 60]
     breaker.reset()
-    assert not breaker.wants_trial and not breaker.begin_trial()
+    assert not breaker.wants_trial
     assert [breaker.failed(request) for request in range(3)] == [False, False, True]
     for seconds, wants in ((4.5, False), (0.5, True)):
         clock.now += seconds

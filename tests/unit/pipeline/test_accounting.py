@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -295,15 +295,10 @@ class LeaseScene:
         request.prompt = Prompt(found=found, tokens=160)
         return request
 
-    @contextlib.asynccontextmanager
-    async def lease(self, request: Exchange | None = None) -> AsyncIterator[Exchange]:
-        """While its slot is held."""
-        request = request or self.request()
-        await self.dispatcher.acquire(request)
-        try:
-            yield request
-        finally:
-            self.dispatcher.release(request)
+    async def given(self) -> Exchange:
+        """A request with a slot."""
+        await self.dispatcher.acquire(request := self.request())
+        return request
 
     def counted(self) -> tuple[int, int, int]:
         inflight = sum(worker.inflight for worker in self.workers)
@@ -321,66 +316,64 @@ async def two(own_of) -> LeaseScene:
 
 
 async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_the_answer_has_begun_or_not(leased):
-    async with leased.lease():
-        leased.events._computed("r", 100, False)
-        assert leased.counted() == (1, 1, 60)
-        leased.events._computed("r", 40, False)  # never more than before
-        leased.events._computed("another gateway's", 160, True)
-        assert leased.counted() == (1, 1, 60)
-        leased.events._computed("r", 200, False)
-        assert leased.counted() == (1, 1, 0)
+    request = await leased.given()
+    # Never more than before.
+    for name, computed, left in (("r", 100, 60), ("r", 40, 60), ("another gateway's", 160, 60), ("r", 200, 0)):
+        leased.events._computed(name, computed, False)
+        assert leased.counted() == (1, 1, left)
+    leased.dispatcher.release(request)
     leased.events._computed("r", 100, False)
     assert leased.counted() == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("held", "reason"), [(0, "cold"), (150, "other_worker")])
 async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two, held, reason):
+    pool, index, moves = two.own.gateway.pool, two.own.gateway.prefix_index, two.dispatcher.move_now
     if held:
-        two.own.gateway.prefix_index.record((SYSTEM._replace(tokens=held),), two.workers[1].boot)
-    async with two.lease() as request:
-        first = request.worker
-        (other,) = (worker for worker in two.workers if worker is not first)
-        first.max_inflight = 2  # it has room, and is not asked again
-        other.inflight = 1
-        assert not two.dispatcher.move_now(request) and request.worker is first
-        other.inflight = 0
-        if held:
-            two.own.gateway.pool.mark_down(first)  # it could not be reached
-        assert two.dispatcher.move_now(request) and request.worker is other
-        assert (first.inflight, first.prefill_tokens, two.counted()) == (0, 0, (1, 1, 160))
-        assert two.refused_by == [first.boot]
-        # What it shares is what was sent before it came, and who refused it holds that still.
-        two.own.gateway.prefix_index.set_length(b"s", 150)
-        expected = request.expected
-        assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
-        for worker in two.workers:
-            two.own.upstream.faults[worker.url] = Unreachable()
-            two.own.gateway.pool.mark_down(worker)
-        assert not two.dispatcher.move_now(request) and request.worker is other
+        index.record((SYSTEM._replace(tokens=held),), two.workers[1].boot)
+    request = await two.given()
+    first = request.worker
+    (other,) = (worker for worker in two.workers if worker is not first)
+    first.max_inflight = 2  # it has room, and is not asked again
+    other.inflight = 1
+    assert not moves(request) and request.worker is first
+    other.inflight = 0
+    if held:
+        pool.mark_down(first)  # it could not be reached
+    assert moves(request) and request.worker is other
+    assert (first.inflight, first.prefill_tokens, two.counted()) == (0, 0, (1, 1, 160))
+    assert two.refused_by == [first.boot]
+    # What it shares is what was sent before it came, and who refused it holds that still.
+    index.set_length(b"s", 150)
+    expected = request.expected
+    assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
+    for worker in two.workers:
+        two.own.upstream.faults[worker.url] = Unreachable()
+        pool.mark_down(worker)
+    assert not moves(request) and request.worker is other
+    two.dispatcher.release(request)
     assert two.counted() == (0, 0, 0)
 
 
-async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there(leased):
-    breaker = leased.workers[0].breaker
-    breaker.is_open, breaker._trial_at = True, 0.0
-    async with leased.lease():
-        assert not breaker.wants_trial
-    assert breaker.wants_trial  # its client has left without an answer
+async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there_which_ends_a_check_of_it(leased):
+    (worker,) = leased.workers
+    worker.breaker.is_open, worker.breaker._trial_at, worker.self_check = True, 0.0, Mock()
+    request = await leased.given()
+    worker.self_check.cancel.assert_called_once()
+    assert not worker.breaker.wants_trial
+    leased.dispatcher.release(request)
+    assert worker.breaker.wants_trial  # its client has left without an answer
 
 
 async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_leaves_no_count(leased):
-
-    async def hold() -> None:
-        async with leased.lease():
-            await asyncio.Event().wait()
-
-    async with leased.lease():
-        others = [asyncio.create_task(hold()) for _ in range(2)]
-        await asyncio.sleep(0)
-        assert len(leased.queue) == 2
-        others[0].cancel()  # while it waits
-        await asyncio.gather(others[0], return_exceptions=True)
-        assert (len(leased.queue), leased.counted()) == (1, (1, 1, 160))
+    request = await leased.given()
+    others = [asyncio.create_task(leased.given()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert len(leased.queue) == 2
+    others[0].cancel()  # while it waits
+    await asyncio.gather(others[0], return_exceptions=True)
+    assert (len(leased.queue), leased.counted()) == (1, (1, 1, 160))
+    leased.dispatcher.release(request)
     # The slot is the last one's, which does not know yet. Its worker was sent the first 150 tokens before.
     assert (len(leased.queue), leased.counted()) == (0, (1, 1, 10))
     others[1].cancel()
