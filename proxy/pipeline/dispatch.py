@@ -116,12 +116,15 @@ class Dispatcher:
     @contextlib.contextmanager
     def counted(self, key: ApiKey | None) -> Iterator[None]:
         """Count at its key a request that needs no slot."""
-        count_at(key, 1)
+        if key is None:
+            yield
+            return
+        key.under_way += 1
         try:
             yield
         finally:
-            is_awaited = key is not None and not key.has_room and key.queued > 0
-            count_at(key, -1)
+            is_awaited = not key.has_room and key.queued > 0
+            key.under_way -= 1
             if is_awaited:
                 self._queue.wake()
 
@@ -188,7 +191,7 @@ class Dispatcher:
         prompt = exchange.prompt.tokens or round(len(exchange.body.raw) * TOKENS_PER_BYTE)
         exchange.slot = Slot(worker, prompt, held)
         if exchange.head.key is not None:
-            count_at(exchange.head.key, 1)
+            exchange.head.key.under_way += 1
         self.prefilling[exchange.engine_id] = exchange
         if worker.engine is not None and not worker.is_followed:
             self._engine_events.follow(worker)
@@ -273,7 +276,7 @@ class Dispatcher:
         exchange.slot = None
         slot.give_back()
         if exchange.head.key is not None:
-            count_at(exchange.head.key, -1)
+            exchange.head.key.under_way -= 1
 
 
 def prompt_computed(prefilling: Mapping[str, Exchange], engine_id: str, tokens: int, is_last: bool) -> None:
@@ -289,9 +292,3 @@ def prompt_computed(prefilling: Mapping[str, Exchange], engine_id: str, tokens: 
         slot.left_to_compute(0)  # the prompt's end is among them, and its length was an estimate
     else:
         slot.left_to_compute(max(0, slot.prompt - tokens))
-
-
-def count_at(key: ApiKey | None, requests: int) -> None:
-    """So many more requests of an API key are under way. They are counted here and nowhere else."""
-    if key is not None:
-        key.under_way += requests

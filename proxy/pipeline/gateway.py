@@ -135,7 +135,7 @@ class Gateway:
         adapters = AdapterChanges(pools, self.upstream, settings.silence_timeout)
         self.handler = RequestHandler(self.keys, bodies, reader, answer, self.accounting, preflights, adapters)
         metrics.shadow_mode.set(settings.shadow)
-        metrics.queued.set_function(lambda: len(self.queue))
+        metrics.queued.set_function(lambda: len(self.queue.waiting))
         self._files: list[tuple[str, WatchedFile[Any], Callable[[], None]]] = []
         self._watch("workers_file", self.pool.file, self.pool.refresh)
         if self.keys is not None:

@@ -21,7 +21,7 @@ from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import OWN_REQUESTS
 from proxy.http import asgi, auth
 from proxy.http.asgi import BodyHold, BodyMemory
-from proxy.http.auth import ADMIN_OF_WORKERS, ApiKey, KeyRing
+from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.form_body import is_form, read_form, refuse_urlencoded
 from proxy.http.json_body import as_utf8, memory_of, parse_object
@@ -206,14 +206,14 @@ class RequestHandler:
         """From a body that is there to the last byte of the answer."""
         head = exchange.head
         self._accounting.begin(exchange)
-        if exchange.response_id is not None and head.key is not None:
-            self._check_owner(exchange, head.key)  # of a response in the path, whatever the body is
+        if exchange.response_id is not None:
+            self._check_owner(exchange)  # of a response in the path, whatever the body is
         if head.method == "POST":
             name = await self._bodies.parse(exchange, held)
             if name is not None and not exchange.is_named:
                 self._take_name(exchange, name)
-            if exchange.response_id is not None and head.key is not None:
-                self._check_owner(exchange, head.key)
+            if exchange.response_id is not None:
+                self._check_owner(exchange)
             if head.endpoint in HINTED:
                 if len(exchange.body.raw) > LARGE_BYTES:
                     await self._bodies.turn()
@@ -224,10 +224,12 @@ class RequestHandler:
                 return
         await self._answer(exchange)
 
-    def _check_owner(self, exchange: Exchange, key: ApiKey) -> None:
+    def _check_owner(self, exchange: Exchange) -> None:
         """Raises `NotFound` for a response that is not known to be the key's."""
-        named = exchange.response_id
-        if isinstance(named, str) and self._reader.stored.boot(named, key.owner) is None and not key.made(named):
+        key, named = exchange.head.key, exchange.response_id
+        if key is None or not isinstance(named, str):
+            return
+        if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
             raise errors.NotFound("No such response.")
 
     def _take_name(self, exchange: Exchange, given: Any) -> None:

@@ -20,7 +20,6 @@ from prometheus_client import Counter
 
 from proxy.chat.chat import COMPLETIONS
 from proxy.chat.reader import HINTED
-from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Slot, Worker
 from proxy.http import asgi
@@ -106,11 +105,8 @@ class Prefills:
         model = exchange.model
         if not (serving := self._pool.serving(model)) or (decoder.serves(model) and not self._pool.lists(model)):
             return None  # an adapter that only the other workers have, among them
-        try:
-            workers = [worker for worker in self._pool.for_model(model, serving) if _hand_over(worker, decoder)]
-        except NoWorker:
-            return None
-        workers = [worker for worker in workers if worker.has_room]
+        fit = self._pool.for_model(model, serving)
+        workers = [worker for worker in fit if worker.has_room and _hand_over(worker, decoder)]
         if not workers:
             return None
         found = exchange.prompt.found

@@ -104,7 +104,9 @@ class ResponseCache(Part):
                     result, may_wait = b"joined", False
                     with exchange.timings.waiting(), dispatcher.counted(api_key):
                         dispatcher.unused(exchange)
-                        await flight.wait(self._patience if exchange.body.parsed.get("stream") else None)
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(self._patience if exchange.body.parsed.get("stream") else None):
+                                await flight.landed.wait()
                 elif exchange.slot is not None:
                     break
                 else:  # an equal request may begin or end meanwhile
@@ -193,12 +195,6 @@ class Flight:
         self._refuse()
         if self._cache.flights.get(self._key) is self:
             del self._cache.flights[self._key]
-
-    async def wait(self, seconds: float | None) -> None:
-        """Wait for its end, so long at most. If its answer is one for others, it is stored then."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.landed.wait()
 
     async def send(self, message: asgi.Scope) -> None:
         """The next part of the answer, as ASGI has it."""

@@ -117,7 +117,7 @@ class EngineEvents(Part):
         feed = self._feeds[worker.url]
         ahead = worker.engine.ahead if worker.engine is not None else 0
         feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
-        self._ensure_reader(worker, feed)
+        self.follow(worker)
 
     def refused(self, worker: Worker, request_id: str) -> None:
         """The worker answered with an error: what was recorded for the request is not held."""
@@ -139,7 +139,7 @@ class EngineEvents(Part):
         feed = self._feeds[worker.url]
         if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
-            self._ensure_reader(worker, feed)
+            self.follow(worker)
             await asyncio.wait((reported,), timeout=PATIENCE)
             feed.waiting.pop(request_id, None)
         return feed.outcomes.pop(request_id, None)
@@ -172,17 +172,15 @@ class EngineEvents(Part):
             feed.reader.cancel()
             worker.is_followed = False  # its task may not have begun
 
-    def follow(self, worker: Worker) -> None:
-        """Read the feed of a worker with the plugin: from its first request on, whatever that is."""
-        self._ensure_reader(worker, self._feeds[worker.url])
-
     async def aclose(self) -> None:
         readers = [feed.reader for feed in self._feeds.values() if feed.reader is not None]
         for reader in readers:
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
 
-    def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
+    def follow(self, worker: Worker) -> None:
+        """Read the feed of a worker with the plugin: from its first request on, whatever that is."""
+        feed = self._feeds[worker.url]
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:
             feed.reader = asyncio.create_task(self._follow(worker, feed))
             worker.is_followed = True

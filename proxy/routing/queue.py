@@ -36,9 +36,6 @@ class AdmissionQueue:
         self._most, self._timeout, self._seconds = most, timeout, seconds
         self.waiting: dict[_Waiter, None] = {}  # in order of arrival
 
-    def __len__(self) -> int:
-        return len(self.waiting)
-
     async def acquire(
         self,
         key: ApiKey | None,

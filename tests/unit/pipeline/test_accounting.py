@@ -369,13 +369,13 @@ async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_lea
     request = await leased.given()
     others = [asyncio.create_task(leased.given()) for _ in range(2)]
     await asyncio.sleep(0)
-    assert len(leased.queue) == 2
+    assert len(leased.queue.waiting) == 2
     others[0].cancel()  # while it waits
     await asyncio.gather(others[0], return_exceptions=True)
-    assert (len(leased.queue), leased.counted()) == (1, (1, 1, 160))
+    assert (len(leased.queue.waiting), leased.counted()) == (1, (1, 1, 160))
     leased.dispatcher.release(request)
     # The slot is the last one's, which does not know yet. Its worker was sent the first 150 tokens before.
-    assert (len(leased.queue), leased.counted()) == (0, (1, 1, 10))
+    assert (len(leased.queue.waiting), leased.counted()) == (0, (1, 1, 10))
     others[1].cancel()
     await asyncio.gather(others[1], return_exceptions=True)
     assert leased.counted() == (0, 0, 0)

@@ -385,11 +385,10 @@ def test_the_lack_of_opentelemetry_is_a_matter_of_the_setting(monkeypatch):
 WRITERS = {
     "Reply": {"failure", "started"},  # which make the status
     "Exchange": {"expected", "response_id", "kept_id"},
-    "Dispatcher": {"slot"},
+    "Dispatcher": {"slot", "under_way"},  # of an API key
     "Slot": {"inflight", "prefill_tokens", "dispatched"},
     "Worker": {"probed", "takes_hints", "match_unit", "draft_gate"},  # what a worker says of itself
     "WorkerPool": {"up"},
-    "count_at": {"under_way"},  # of an API key
     "Accounting": {"outcome", "record", "reason", "shareable", "change"},  # of the explanation
     "Record": {"_amended", "_so_far"},
 }
