@@ -7,8 +7,9 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.template_facts import TemplateFacts
@@ -44,8 +45,7 @@ NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})  # in `vllm_xargs`, beside
 SESSION_HEADERS = tuple(b"x-session-affinity x-session-id session-id session_id x-claude-code-session-id".split())
 
 
-@dataclass(slots=True)
-class Head:
+class Head(Struct, eq=False):
     """What the client sent, but for its body."""
 
     method: str
@@ -75,8 +75,7 @@ class Head:
 NO_FIELDS: Mapping[str, Any] = {}
 
 
-@dataclass(slots=True)
-class Body:
+class Body(Struct, eq=False):
     """The body as the client wrote it, and the changes to make in it."""
 
     raw: bytes
@@ -169,8 +168,7 @@ class Body:
         self.dropped.append(name)
 
 
-@dataclass(slots=True)
-class Prompt:
+class Prompt(Struct, eq=False):
     """What was read of a request before a worker was chosen."""
 
     chat: Chat | None = None
@@ -182,8 +180,7 @@ class Prompt:
     facts: TemplateFacts | None = None  # that are known of it
 
 
-@dataclass(slots=True)
-class Timings:
+class Timings(Struct, eq=False):
     """`time.perf_counter()` unless a field says otherwise."""
 
     reading_seconds: float = 0.0  # for parsing it and finding its boundaries
@@ -229,8 +226,7 @@ class Timings:
 CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(Struct, eq=False):
     """The way of an answer to its client, an ASGI `send`: what goes through it says how the request ended.
 
     The answer's head tells the gateway's own time.
@@ -265,8 +261,7 @@ class Reply:
         self.failure = self.status = status
 
 
-@dataclass(slots=True)
-class RequestOutcome:
+class RequestOutcome(Struct, eq=False):
     """What a worker has reported in its answer, and what follows from it; lengths in tokens."""
 
     status: int  # of HTTP
@@ -281,8 +276,7 @@ class RequestOutcome:
     explaining: Steps[None] | None = None  # what is not done of that
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(Struct, eq=False):
     """What is known of a request so far. Each field has one writer, which is named beside it."""
 
     head: Head  # `RequestHandler`, as all up to the next comment

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from msgspec import Struct
 from prometheus_client import Counter
 
 from proxy.boundaries.boundary import Boundary, Entry
@@ -18,7 +18,7 @@ from proxy.boundaries.boundary import Boundary, Entry
 ENTRY_BYTES, HOLDER_BYTES = 500, 100
 
 
-class Holding(NamedTuple):
+class Holding(Struct, order=True):
     """The longest prefix of a request that a worker holds."""
 
     tokens: int  # that a request finds, in whole match units once the engine has reported them
@@ -76,7 +76,7 @@ class PrefixIndex:
                 self._bytes += HOLDER_BYTES
             if not prefix.held.get(boot):
                 is_kept = hint is None or entry is None or entry in hint or tokens in hint
-                prefix.held[boot] = prefix.size if is_kept else 0
+                prefix.held[boot] = (prefix.tokens or prefix.estimate or 1) if is_kept else 0
             while self._bytes > self._size and len(self._prefixes) > 1:
                 _, gone = self._prefixes.popitem(last=False)
                 self._bytes -= ENTRY_BYTES + (len(gone.held) - 1) * HOLDER_BYTES
