@@ -288,7 +288,6 @@ def prompt_computed(prefilling: Mapping[str, Exchange], engine_id: str, tokens: 
     if exchange is None or (slot := exchange.slot) is None:
         return
     found = exchange.prompt.found
-    if is_last and found is not None and any(boundary.kind == "turn" for boundary in found.boundaries):
-        slot.left_to_compute(0)  # the prompt's end is among them, and its length was an estimate
-    else:
-        slot.left_to_compute(max(0, slot.prompt - tokens))
+    # Where the prompt's end is among them, its length was an estimate.
+    is_end = is_last and found is not None and any(boundary.kind == "turn" for boundary in found.boundaries)
+    slot.left_to_compute(0 if is_end else max(0, slot.prompt - tokens))

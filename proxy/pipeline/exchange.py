@@ -58,11 +58,6 @@ class Head(Struct, eq=False):
     owner: str | None  # whose it is, of all that have an API key
 
     @property
-    def id_header(self) -> tuple[bytes, bytes]:
-        """The request's identity, as its client sees it."""
-        return (b"x-request-id", self.request_id.encode("latin-1"))
-
-    @property
     def is_json(self) -> bool:
         return any(name == b"content-type" and b"json" in value.lower() for name, value in self.headers)
 
@@ -343,10 +338,10 @@ class Exchange(Struct, eq=False):
             raise RuntimeError("The request has no worker yet.")
         return self.worker
 
-    @property
-    def engine_id_header(self) -> tuple[bytes, bytes]:
-        """The request's identity, as the worker sees it."""
-        return (b"x-request-id", self.engine_id.encode("latin-1"))
+
+def id_header(name: str) -> tuple[bytes, bytes]:
+    """A request's identity, as its client sees it (`Head.request_id`), or as its worker does (`Exchange.engine_id`)."""
+    return (b"x-request-id", name.encode("latin-1"))
 
 
 def choices_of(body: Mapping[str, Any]) -> int:

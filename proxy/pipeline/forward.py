@@ -27,7 +27,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import TOO_LONG, Dispatcher
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of, id_header
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
@@ -103,7 +103,7 @@ class ResponseRelay:
         is_read = head.endpoint in HINTED and not self._settings.shadow
         headers = [
             *(asgi.unencoded(head.headers) if is_read else head.headers),
-            exchange.engine_id_header,
+            id_header(exchange.engine_id),
             ASK_FOR_OUTCOME,
             *(self._upstream.own_headers if head.key is not None else ()),
         ]
@@ -392,7 +392,7 @@ def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:
     headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
     if 300 <= response.status < 400 and exchange.worker is not None:
         headers = _redirected_here(headers, exchange.worker.address)
-    headers.append(exchange.head.id_header)
+    headers.append(id_header(exchange.head.request_id))
     if exchange.worker is not None:
         headers.append((b"x-seamark-worker", exchange.worker.name.encode()))
     if exchange.body.hint:

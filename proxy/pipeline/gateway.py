@@ -67,7 +67,8 @@ class Gateway:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))
         self.facts = FactsLearner()
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)
-        self.pool = WorkerPool(settings, self.upstream, metrics, self.facts, idle, shelf, self.queue.wake)
+        beside = self.upstream, metrics, self.facts, idle
+        self.pool = WorkerPool(settings, *beside, shelf, self.queue.wake)
         self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
         prefilling: dict[str, Exchange] = {}
@@ -101,15 +102,8 @@ class Gateway:
         prefills = None
         if settings.prefill_worker:
             theirs = {"worker": settings.prefill_worker, "workers_file": None, "workers_dns": (), "replay_seconds": 0.0}
-            self.prefill_pool = WorkerPool(
-                settings.model_copy(update=theirs),
-                self.upstream,
-                metrics,
-                self.facts,
-                idle,
-                Shelf(metrics),
-                gateway_id=self.pool.gateway_id,
-            )
+            its = settings.model_copy(update=theirs)
+            self.prefill_pool = WorkerPool(its, *beside, Shelf(metrics), gateway_id=self.pool.gateway_id)
             shelf.also_run("prefill_workers", self.prefill_pool.watch)
             prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics.prefills)
         answer: Answering

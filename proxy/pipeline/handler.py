@@ -29,7 +29,7 @@ from proxy.idle_work import IdleWork
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of, target_of
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of, id_header, target_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
@@ -156,7 +156,7 @@ class Preflights:
             raise errors.WorkerFailed("The worker did not answer a preflight request.") from None
         finally:
             self._under_way -= 1
-        named = (b"x-request-id", request_id.encode("latin-1"))
+        named = id_header(request_id)
         await asgi.send_whole(send, answer.status, [*asgi.end_to_end(answer.headers, asgi.OWN_RESPONSE), named], body)
 
 
@@ -269,7 +269,7 @@ async def _refuse(reply: Reply, scope: asgi.Scope, failure: BaseException, name:
     reply.failed(error.status)
     if reply.started:
         return  # returning without the last chunk makes the server close the connection: a visible break
-    headers = [(b"x-request-id", name.encode("latin-1"))]
+    headers = [id_header(name)]
     if asgi.header(scope, b"origin") is not None and not isinstance(error, errors.Unauthorized):
         headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
     await error_responses.send_error(reply, error, scope["path"], headers)

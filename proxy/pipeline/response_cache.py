@@ -23,7 +23,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import cacheable
 from proxy.pipeline.cacheable import HEADER, KEPT, Directives, Ending, may_keep
 from proxy.pipeline.dispatch import Dispatcher
-from proxy.pipeline.exchange import Exchange
+from proxy.pipeline.exchange import Exchange, id_header
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, grouped, weight_of
@@ -143,7 +143,7 @@ class ResponseCache(Part):
         """Send an answer that was found, with the time since it was computed (RFC 9111, 5.1), and return it."""
         try:
             age = (b"age", str(int(time.monotonic() - entry.stored)).encode())
-            headers = [*entry.headers, age, exchange.head.id_header, (HEADER, result)]
+            headers = [*entry.headers, age, id_header(exchange.head.request_id), (HEADER, result)]
             await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
             for number, piece in enumerate(entry.pieces, 1):
                 more = number < len(entry.pieces)

@@ -123,14 +123,10 @@ class PrefixIndex:
         """The deepest of `prefixes` that any of `boots` was sent, held or not; None if none was."""
         return self.look_up(prefixes, (), boots)[1]
 
-    def ever_sent(self, prefixes: Sequence[bytes]) -> Prefix | None:
-        """The deepest of `prefixes` that any worker, running or gone, was ever sent; None if none was."""
-        return self.look_up(prefixes, (), ())[2]
-
     def look_up(
         self, prefixes: Sequence[bytes], boots: Collection[str], sent_to: Collection[str]
     ) -> tuple[dict[str, Holding], Prefix | None, Prefix | None]:
-        """In one walk, `longest`, what any of `sent_to` was `sent`, and what was `ever_sent`."""
+        """In one walk: `longest`, what any of `sent_to` was `sent`, and what any worker was, running or gone."""
         found: dict[str, Holding] = {}
         sent = ever_sent = None
         for key in reversed(prefixes):

@@ -28,7 +28,6 @@ from proxy.fleet.answer_compare import (
 )
 from proxy.fleet.answer_compare import continuation as asked
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
-from proxy.fleet.part import Change
 from proxy.fleet.self_check import SelfCheck
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
@@ -162,11 +161,6 @@ async def test_a_clients_request_ends_a_check_at_once(worker, engine):
     checking = asyncio.create_task(check._check(worker, watched))
     async with asyncio.timeout(30):
         await computing.wait()
-    for change in (Change.CLEARED, Change.ADAPTER, Change.DISTRUSTED):
-        check.on_worker(worker, change)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not left.is_set()
     worker.dispatched += 1
     (judging := worker.self_check).cancel()
     for _ in range(3):
