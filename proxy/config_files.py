@@ -130,7 +130,7 @@ class WatchedFile(Generic[T]):
         self._changes = 0  # from look to look, in a row
         self.value: T = self._content()
         self.is_current = True  # the file could be used when it was last read
-        self.failed: Callable[[], None] = lambda: None  # it has changed, and cannot be used
+        self.failures = 0  # times that it had changed, and could not be used
 
     def is_still(self) -> bool:
         """Whether it is as it was at the last look, or has been changing for so long that it has to be read."""
@@ -149,7 +149,7 @@ class WatchedFile(Generic[T]):
         except SettingsError as error:
             self.is_current = False
             logger.error("%s; its previous content stays in force", str(error).partition("\n")[0])
-            self.failed()
+            self.failures += 1
             return False
         self.is_current = True
         logger.info("%s was read again", self._path)

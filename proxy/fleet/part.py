@@ -21,7 +21,6 @@ logger = logging.getLogger("seamark.gateway")
 
 
 class Change(enum.Enum):
-    GIVEN = enum.auto()  # it gets a client's request
     TRIES = enum.auto()  # it tries its drafts; told again and again
     REMOVED = enum.auto()  # it is gone
     CLEARED = enum.auto()  # its cache was emptied, as it has to be for who puts other weights into a running engine
@@ -58,15 +57,12 @@ class Shelf:
     def __init__(self, metrics: Metrics) -> None:
         self._failures = metrics.task_failures
         self._parts: list[Part] = []
-        self._listening: list[Part] = []  # parts that say what `on_worker` does: it is called for every request
         self._runs: dict[str, Callable[[], Awaitable[None]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def put(self, part: P) -> P:
         """Another part, before the gateway starts."""
         self._parts.append(part)
-        if type(part).on_worker is not Part.on_worker:
-            self._listening.append(part)
         if type(part).run is not Part.run:
             self.also_run(part.name, part.run)
         return part
@@ -81,7 +77,7 @@ class Shelf:
         return sum(part.held for part in self._parts)
 
     def tell(self, worker: Worker, change: Change, model: str = "") -> None:
-        for part in self._listening:
+        for part in self._parts:
             part.on_worker(worker, change, model)
 
     async def prepare(self, worker: Worker) -> None:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from proxy.fleet.part import Change, Shelf
 from proxy.fleet.probe import ASLEEP, Probe, Probed, Unwell, why_broken
 from proxy.fleet.worker import CLOSED, DRAFT_STATES, OPEN, TRIAL, Worker, sound_of
 from proxy.http.client import Broken, Exhausted, Refused, Unreachable, Upstream
-from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork
+from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, beside
 from proxy.metrics import Metrics
 from proxy.settings import Settings
 
@@ -52,14 +52,14 @@ class WorkerPool:
         idle: IdleWork,
         shelf: Shelf,
         changed: Callable[[], None] = lambda: None,
+        gateway_id: str = "",
     ) -> None:
-        """`changed` is called when other workers may be ready than before."""
+        """`changed` is called when other workers may be ready than before. `gateway_id`: of another pool of its own."""
         self._settings, self._metrics, self._upstream = settings, metrics, upstream
         self._facts, self._idle = facts, idle
         self._shelf, self._changed = shelf, changed
-        self.gateway_id = os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
+        self.gateway_id = gateway_id or os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
         self._checks: dict[str, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
         self._ranks: dict[str, tuple[int, ...]] = {}  # of engines behind one address, if there are several
         self._name_keys: dict[str, str] = {}  # of all names in all lists, see `key_of`
@@ -95,30 +95,28 @@ class WorkerPool:
         return self.up
 
     async def find(self, model: Any) -> list[Worker]:
-        """As `serving`, after a look at the workers if none is known to serve it."""
-        if not self.lists(model) or not (serving := self.serving(model)):
-            await self.ready()
-            await self.look_for(model)
-            serving = self.serving(model)
-        return serving
+        """As `serving`, after a look at the workers, since none that is known to be up lists it."""
+        await self.ready()
+        await self.look_for(model)
+        return self.serving(model)
+
+    def listing(self, model: Any) -> list[Worker]:
+        """Workers that are up and list `model`, warm or not. It runs for every request, over all workers."""
+        if not isinstance(model, str):
+            return []
+        return [worker for worker in self.workers if worker.up and model in worker.names.templates]
 
     def serving(self, model: Any) -> list[Worker]:
-        """Workers that are up and serve `model`, warm or not.
+        """The same; a name that is empty, or that no worker lists, is left to the workers: see `_taking`."""
+        return self.listing(model) or self._taking(model)
 
-        A name that is empty, or that no worker lists, is left to the workers: see `_taking`.
-        """
-        if not isinstance(model, str):  # said once: this runs for every request, over all workers
-            return []
-        serving = [worker for worker in self.workers if worker.up and model in worker.probed.names.templates]
-        return serving or self._taking(model)
-
-    def for_model(self, model: Any) -> list[Worker]:
-        """Workers to choose from: those that are up and serve `model`, without those that fail while others do not.
+    def for_model(self, model: Any, serving: Sequence[Worker]) -> Sequence[Worker]:
+        """Workers to choose from: of those `serving` the `model`, the ones that do not fail while others do not.
 
         If the request names no model by its kind (None), all that are up. Raises `NoWorker`, or `BadRequest` for an
         empty name before several models.
         """
-        if serving := self.serving(model):
+        if serving:
             if not [worker for worker in serving if worker.warming or worker.breaker.is_open]:
                 return serving
             return sound_of([worker for worker in serving if not worker.warming] or serving)
@@ -130,14 +128,14 @@ class WorkerPool:
             raise BadRequest(f"This request names no model, and several are served here: {named}.", param="model")
         return sound_of(up)
 
-    def _taking(self, model: str) -> list[Worker]:
+    def _taking(self, model: Any) -> list[Worker]:
         """Workers that are up, for a name that is empty or that none of all workers lists.
 
         An empty one means the only model, and nothing before several ones. Any other goes to one model, the same each
         time: of workers that take any name (vLLM's VLLM_SKIP_MODEL_NAME_VALIDATION), if some are known to, and else of
         those that were not asked yet. Where none does, they word the refusal.
         """
-        if self.lists(model):
+        if not isinstance(model, str) or model in self._name_keys:
             return []
         workers = [worker for worker in self.workers if worker.up and worker.names.base]
         if not model:
@@ -193,7 +191,7 @@ class WorkerPool:
             worker.takes_any_name = False
         elif not worker.takes_any_name and worker.url not in self._naming:
             self._naming.add(worker.url)
-            self._spawn(self._learn_name(worker, model))
+            beside(self._learn_name(worker, model))
 
     async def _learn_name(self, worker: Worker, model: str) -> None:
         """The worker took a name that was not in its list: it takes any, unless this one was added meanwhile."""
@@ -206,7 +204,7 @@ class WorkerPool:
     def _note(self, worker: Worker, probed: Probed) -> None:
         """The worker has said this of itself. Odd lists raise here, before anybody else reads them."""
         is_other = (probed.names, probed.boot) != (worker.names, worker.boot)
-        worker.probed = probed
+        worker.learn(probed)
         if is_other:
             self._name_keys = name_keys(each.names for each in self.workers)
             if all(each.names.base for each in self.workers):
@@ -240,7 +238,7 @@ class WorkerPool:
         self._reconcile()
         for worker in self._all:
             if worker.url not in before:
-                self._spawn(self.check_health(worker))
+                beside(self.check_health(worker))
 
     async def check_all(self) -> None:
         await asyncio.gather(*(self.check_health(worker) for worker in self._all))
@@ -391,7 +389,7 @@ class WorkerPool:
         elif state == OPEN:
             logger.info("worker %s: hints are on beside drafts", worker.name)
             if before == TRIAL and self._settings.replay_seconds:
-                self._spawn(self._prepare(worker))
+                beside(self._prepare(worker))
 
     async def _prepare(self, worker: Worker) -> None:
         try:
@@ -431,7 +429,7 @@ class WorkerPool:
             raise Unwell(probed.asleep)
         if probed.boot != last.boot and self._settings.replay_seconds:
             worker.warming = True
-            self._spawn(self._prepare(worker))
+            beside(self._prepare(worker))
         if worker in self.workers:  # else it was removed meanwhile, with its series
             self._metrics.engine_patched.labels(worker.name).set(probed.metrics.engine is not None)
             if worker.draft_state:
@@ -482,11 +480,6 @@ class WorkerPool:
         was_up, worker.up = worker.up, up
         if up != was_up or worker.breaker.wants_trial:  # with one of those that wait, perhaps
             self._changed()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def no_worker(lead: str, workers: Sequence[Worker]) -> NoWorker:

@@ -76,7 +76,6 @@ class _Watched:
     next_at: float = 0.0  # time.monotonic() before which there is no turn
     in_a_row: int = 0
     recomputed: int = 0  # tokens, since the last request of a client
-    working: asyncio.Task[Judgement | None] | None = None  # the last check
 
 
 class _Cut(NamedTuple):
@@ -117,26 +116,22 @@ class SelfCheck(Part):
     @property
     def hints_off(self) -> bool:
         """Whether a worker gets no hints because its answers differed."""
-        return any(not worker.cache.hints_allowed for worker in self._pool.workers)
+        return any(not worker.hints_allowed for worker in self._pool.workers)
 
     @property
     def cache_off(self) -> bool:
         """Whether nothing is taken from a worker's cache, because its answers differed without hints, too."""
-        return any(not worker.cache.cache_allowed for worker in self._pool.workers)
+        return any(not worker.cache_allowed for worker in self._pool.workers)
 
     def reset(self) -> None:
         """An operator has watched to it: hints go out again."""
         for worker in self._pool.workers:
-            worker.cache.restore()
+            worker.restore()
         logger.warning("hints are on again, by an operator")
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        """Once a client's request goes to the worker, a check there ends at once."""
-        watched = self._watched.get(worker.url)
         if change is Change.REMOVED:
             self._watched.pop(worker.url, None)
-        elif change is Change.GIVEN and watched is not None and watched.working is not None:
-            watched.working.cancel()  # and with it its requests: the engine is free once its step is finished
 
     async def run(self) -> None:
         """Check idle workers, for ever, each in a task of its own: one that hangs keeps no other from its check."""
@@ -165,7 +160,7 @@ class SelfCheck(Part):
         if worker.boot != watched.boot:
             watched.boot, watched.checks = worker.boot, 0
             watched.noise = Noise()  # of another engine
-        fit = worker.up and worker.engine is not None and not worker.warming and worker.cache.cache_allowed
+        fit = worker.up and worker.engine is not None and not worker.warming and worker.cache_allowed
         fit = fit and worker.draft_state != TRIAL  # its idle time is the engine's own
         is_idle = now - watched.busy_at >= IDLE_SECONDS and now >= watched.next_at
         return fit and is_idle and watched.in_a_row < MOST_IN_A_ROW and watched.recomputed < _allowance(worker)
@@ -178,7 +173,7 @@ class SelfCheck(Part):
         if worker.dispatched != watched.last_dispatched:
             return
         began, verdict = time.monotonic(), None
-        working = watched.working = asyncio.create_task(self._judge(worker, replay, watched))
+        working = worker.self_check = asyncio.create_task(self._judge(worker, replay, watched))
         try:
             await asyncio.wait((working,), timeout=CHECK_SECONDS)
             if not working.done():
@@ -194,6 +189,7 @@ class SelfCheck(Part):
             logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
         finally:
             working.cancel()
+            worker.self_check = None
             took = time.monotonic() - began
             rest = REST if watched.checks >= FIRST else REST_AT_FIRST
             watched.next_at = time.monotonic() + max(self._settings.self_check_interval, rest * took)
@@ -245,7 +241,7 @@ class SelfCheck(Part):
         ids = await prompt_of(chat, worker)
         prompt = ids[:most]
         hint = sorted(at for at in set(resolve(worker.hint(replay.found), ids)) if 0 < at <= len(prompt))
-        return _Cut(prompt, hint, worker.cache.salt(body) or body.get("cache_salt"))
+        return _Cut(prompt, hint, worker.salt(body) or body.get("cache_salt"))
 
     async def _compare(self, worker: Worker, model: str, cut: _Cut, watched: _Watched) -> Judgement | None:
         prompt, hint, salt = cut
@@ -288,14 +284,14 @@ class SelfCheck(Part):
         self._results.labels(verdict.result).inc()
         if verdict.result == "differs":
             self.differs += 1
-            worker.cache.quarantine()
+            worker.quarantine()
             watched.checks = 0  # what vLLM now caches by itself is checked as closely
             self._distrust(worker)
             logger.error(
                 "worker %s gets no more hints, and %s. Restart it; POST /seamark/self-check/reset, or a restart of the "
                 "gateway, turns hints on again",
                 worker.name,
-                "nothing it held is found" if worker.cache.cache_allowed else "nothing is taken from its cache",
+                "nothing it held is found" if worker.cache_allowed else "nothing is taken from its cache",
             )
 
 

@@ -9,12 +9,12 @@ became of them in its engine, and what other gateways have there, is read from i
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -45,82 +45,32 @@ class CircuitBreaker:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock  # in seconds
-        self._failed: set[int] = set()  # fingerprints of requests, since the last success
+        self.failures: set[int] = set()  # fingerprints of requests, since the last success
         self._wait = TRIAL_SECONDS
         self._trial_at = 0.0  # of the clock
-        self._on_trial = False
+        self.on_trial = False
         self.is_open = False
 
     @property
     def wants_trial(self) -> bool:
         """Whether it is open, and the next request may be the one that closes it."""
-        return self.is_open and not self._on_trial and self._clock() >= self._trial_at
+        return self.is_open and not self.on_trial and self._clock() >= self._trial_at
 
     def failed(self, request: int) -> bool:
         """A request with this fingerprint failed; whether the breaker opens with it."""
         was_open = self.is_open
-        if was_open and self._on_trial:
+        if was_open and self.on_trial:
             self._wait = min(2 * self._wait, MAX_TRIAL_SECONDS)
         elif not was_open:
-            self._failed.add(request)
-            self.is_open, self._wait = len(self._failed) >= BREAKER_FAILURES, TRIAL_SECONDS
+            self.failures.add(request)
+            self.is_open, self._wait = len(self.failures) >= BREAKER_FAILURES, TRIAL_SECONDS
         self._trial_at = self._clock() + self._wait
         return self.is_open and not was_open
 
-    def begin_trial(self) -> bool:
-        """The worker gets a request; whether that is a trial, to be ended by `end_trial`."""
-        wants_trial = self.wants_trial
-        self._on_trial = self._on_trial or wants_trial
-        return wants_trial
-
-    def end_trial(self) -> None:
-        """The request is over, whatever came of it."""
-        self._on_trial = False
-
     def reset(self) -> None:
         """A request succeeded, or the worker has restarted."""
-        if self._failed:
-            self._failed.clear()
-            self.is_open = False
-
-
-def fresh_salt() -> str:
-    return os.urandom(SALT_BYTES).hex()
-
-
-class CacheQuarantine:
-    """What of one worker's cache may be used. Quarantine takes two steps: hints and all held states, then the cache."""
-
-    def __init__(self) -> None:
-        self.hints_allowed = True  # states may be kept on the worker
-        self.cache_allowed = True  # anything may be taken from its cache
-        self._salt = ""  # keeps requests away from what was cached before the quarantine; empty: nothing was
-
-    def quarantine(self) -> None:
-        """Answers from the cache differed from recomputed ones: take the next step."""
-        self.cache_allowed = self.hints_allowed
-        self.hints_allowed = False
-        self._salt = fresh_salt()
-
-    def restore(self) -> None:
-        """An operator has seen to the worker. What was cached before the quarantine stays out of use."""
-        self.hints_allowed = self.cache_allowed = True
-
-    def restarted(self) -> None:
-        """The worker has restarted, and its cache is empty."""
-        self._salt = ""
-
-    def salt(self, body: Mapping[str, Any]) -> str | None:
-        """The cache salt to send with the request `body` instead of its own; None if that stands.
-
-        `body` is empty if it was not read: then it is no request for tokens.
-        """
-        if (self.cache_allowed and not self._salt) or not body:
-            return None
-        given = body.get("cache_salt")
-        if given is not None and (not isinstance(given, str) or not given):
-            return None  # the worker's to refuse
-        return (given or "") + (self._salt if self.cache_allowed else fresh_salt())
+        self.failures.clear()
+        self.is_open = False
 
 
 class GateReport(NamedTuple):
@@ -147,29 +97,40 @@ NO_LOAD = Load()
 
 
 class Slot:
-    """One request at a worker. Nothing else counts what a worker has to do."""
+    """One request at a worker. Nothing else counts what a worker has to do, or tries one that failed."""
 
-    __slots__ = ("_worker", "number", "prefill_tokens")
+    __slots__ = ("_is_trial", "_was_idle", "number", "prefill_tokens", "prompt", "worker")
 
-    def __init__(self, worker: Worker, prefill_tokens: int) -> None:
-        """Take it; the worker has to compute so many tokens of the prompt before it answers."""
-        self._worker = worker
-        self.prefill_tokens = max(0, prefill_tokens)
+    def __init__(self, worker: Worker, prompt: int, held: int = 0) -> None:
+        """Take it, for a prompt of so many tokens, roughly, of which the worker holds some."""
+        self.worker, self.prompt = worker, prompt
+        self.prefill_tokens = max(0, prompt - held)  # to be computed before it answers, as far as is known
+        self._was_idle = not worker.inflight
+        self._is_trial = worker.breaker.is_open and worker.breaker.wants_trial
+        worker.breaker.on_trial = worker.breaker.on_trial or self._is_trial
         worker.prefill_tokens += self.prefill_tokens
         worker.inflight += 1
         worker.dispatched += 1
         self.number = worker.dispatched  # of all that the worker has had
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the worker has had no other request since it got this one."""
+        return self._was_idle and self.worker.dispatched == self.number
+
     def left_to_compute(self, tokens: int) -> None:
         """Of the prompt, no more than so many; it never becomes more again."""
         if tokens < self.prefill_tokens:
-            self._worker.prefill_tokens -= self.prefill_tokens - tokens
+            self.worker.prefill_tokens -= self.prefill_tokens - tokens
             self.prefill_tokens = tokens
 
     def give_back(self) -> None:
         """The worker is done with the request. Call it once."""
-        self.left_to_compute(0)
-        self._worker.inflight -= 1
+        self.worker.prefill_tokens -= self.prefill_tokens
+        self.prefill_tokens = 0
+        self.worker.inflight -= 1
+        if self._is_trial:
+            self.worker.breaker.on_trial = False
 
 
 @dataclass
@@ -182,7 +143,7 @@ class Worker:
     has_credentials: bool = False  # user and password, in the URL that the operator gave
     in_shadow: bool = False  # it is treated as one without the plugin
 
-    probed: Probed = field(default_factory=Probed)  # what it said of itself when it was last asked
+    probed: Probed = field(default_factory=Probed)  # what it said of itself when it was last asked: `learn`
 
     # What it showed beside probes, since it started.
     takes_any_name: bool | None = None  # what it said of a name that it does not list; None: it was not asked yet
@@ -193,32 +154,88 @@ class Worker:
     # What the gateway makes of it.
     up: bool = False
     words: str = ""  # what it serves if it is up, else why it is down; empty: not known yet
-    cache: CacheQuarantine = field(default_factory=CacheQuarantine)
+    hints_allowed: bool = True  # states may be kept on it
+    cache_allowed: bool = True  # anything may be taken from its cache
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
     warming: bool = False  # prefixes are replayed on it; it gets requests only if no other worker can take them
     inflight: int = 0
     prefill_tokens: int = 0  # of requests that have not answered yet, as far as it does not hold them
-    draft_gate: GateReport | None = None  # as its feed said last, since it started
+    draft_gate: GateReport | None = None  # as its feed said last, since it started: `hear_of_drafts`
     shown_drafts: str = ""  # its state when that was shown last
     is_followed: bool = False  # its engine's events are being read: whether its cache was emptied is known
     others: Load = NO_LOAD  # what other gateways have there, as the worker's plugin tells; none if it does not
+    self_check: asyncio.Task[Any] | None = None  # under way: it ends once a client's request goes to the worker
     dispatched: int = 0  # requests ever sent
     answered_at: float = float("-inf")  # time.monotonic() when its last answer began
     refusals: int = 0  # health checks in a row in which nothing listened there
+    _salt: str = ""  # keeps requests away from what was cached before a quarantine; empty: nothing was
 
-    @cached_property
-    def name(self) -> str:
-        """Label in metrics and headers: host and port, the path if it has one, and `#RANK`."""
-        return self.url.split("://", 1)[-1]
+    # What each request asks of it, worked out when something of it changes.
+    boot: str = field(init=False)  # its identity as it runs now; empty: not known yet
+    names: ListedNames = field(init=False)
+    step_times: StepTimes = field(init=False)
+    engine: EngineInfo | None = field(init=False)  # None: no plugin of this release, or it is treated as none
+    draft_state: str = field(init=False)  # of `DRAFT_STATES`, by what was heard last; empty without drafts
+    takes_hints: bool = field(init=False)  # states can be kept on it, and may be
+    # Tokens of which all that it takes from its cache is a multiple; 0: nothing may be taken from there. vLLM keeps
+    # prefixes without the plugin and without a hint, too.
+    match_unit: int = field(init=False)
+    changes_salt: bool = field(init=False)  # requests go to it with another cache salt than their own
 
-    @cached_property
-    def address(self) -> str:
-        return self.url.partition("#")[0]
+    def __post_init__(self) -> None:
+        self.name = self.url.split("://", 1)[-1]  # in metrics and headers: host and port, path if any, and `#RANK`
+        # The rank is that of its engine, among several behind the address; empty if it is the only one.
+        self.address, _, self.rank = self.url.partition("#")
+        self.learn(self.probed)
 
-    @cached_property
-    def rank(self) -> str:
-        """Of its engine, among several behind the address; empty if it is the only one."""
-        return self.url.partition("#")[2]
+    def learn(self, probed: Probed) -> None:
+        """It has said this of itself."""
+        self.probed, self.boot, self.names = probed, probed.boot, probed.names
+        self.step_times = probed.metrics.step_times
+        self.engine = None if self.in_shadow else probed.metrics.engine
+        self._work_out()
+
+    def hear_of_drafts(self, gate: GateReport | None) -> None:
+        """Its feed says this; None: nothing."""
+        self.draft_gate = gate
+        self._work_out()
+
+    def _work_out(self) -> None:
+        engine, gate = self.engine, self.draft_gate
+        told = engine.drafts if engine is not None else ""
+        if self.rank and told in (TRIAL, OPEN, CLOSED):  # its server's metrics do not tell which engine they mean
+            self.draft_state = gate.state if gate is not None else TRIAL
+        else:
+            self.draft_state = gate.state if gate is not None and gate.read_at >= self.probed.at else told
+        is_ready = engine is not None and not engine.refused and self.draft_state in ("", OPEN, ON)
+        self.takes_hints = is_ready and self.hints_allowed
+        unit = engine.match_unit if engine is not None else VLLM_UNIT
+        self.match_unit = unit if self.cache_allowed else 0
+        self.changes_salt = bool(self._salt) or not self.cache_allowed
+
+    def quarantine(self) -> None:
+        """Answers from its cache differed from recomputed ones: use no hints and no held states; then, no cache."""
+        self.cache_allowed = self.hints_allowed
+        self.hints_allowed = False
+        self._salt = fresh_salt()
+        self._work_out()
+
+    def restore(self) -> None:
+        """An operator has seen to it. What was cached before the quarantine stays out of use."""
+        self.hints_allowed = self.cache_allowed = True
+        self._work_out()
+
+    def salt(self, body: Mapping[str, Any]) -> str | None:
+        """The cache salt to send with the request `body` instead of its own; None if that stands.
+
+        `body` is empty if it was not read: then it is no request for tokens.
+        """
+        if not self.changes_salt or not body:
+            return None
+        given = body.get("cache_salt")
+        if given is not None and (not isinstance(given, str) or not given):
+            return None  # the worker's to refuse
+        return (given or "") + (self._salt if self.cache_allowed else fresh_salt())
 
     def addressed(self, headers: HeaderList) -> HeaderList:
         """The headers of a request that its engine is to compute: these, whichever engine they named."""
@@ -226,22 +243,12 @@ class Worker:
             return headers
         return [*(header for header in headers if header[0] != RANK_HEADER), (RANK_HEADER, self.rank.encode())]
 
-    @property
-    def boot(self) -> str:
-        """Its identity as it runs now; empty: not known yet."""
-        return self.probed.boot
-
     def is_same_server(self, other: Worker) -> bool:
         """Whether both are one server, at two addresses: for sure, since two servers may have started at one time."""
         mine, theirs = self.probed.metrics, other.probed.metrics
         if not mine.boot or (mine.boot, mine.created, self.rank) != (theirs.boot, theirs.created, other.rank):
             return False
         return bool(mine.created) or _at_this_machine(self.address) == _at_this_machine(other.address) != ""
-
-    @property
-    def engine(self) -> EngineInfo | None:
-        """None: no plugin of this release, the plugin left vLLM untouched, or shadow mode."""
-        return None if self.in_shadow else self.probed.metrics.engine
 
     @property
     def refused(self) -> str:
@@ -260,25 +267,9 @@ class Worker:
         return self.probed.metrics.drafts and self.probed.metrics.engine is None
 
     @property
-    def draft_state(self) -> str:
-        """Of `DRAFT_STATES`, by what was heard last; empty without drafts."""
-        told, gate = self.engine.drafts if self.engine is not None else "", self.draft_gate
-        if self.rank and told in (TRIAL, OPEN, CLOSED):  # its server's metrics do not tell which engine they mean
-            return gate.state if gate is not None else TRIAL
-        return gate.state if gate is not None and gate.read_at >= self.probed.at else told
-
-    @property
     def trial_figures(self) -> str:
         """How far its trial of drafts is, for people; empty if that is not known, or hints are open."""
         return self.draft_gate.figures if self.draft_gate is not None and self.draft_state in (TRIAL, CLOSED) else ""
-
-    @property
-    def step_times(self) -> StepTimes:
-        return self.probed.metrics.step_times
-
-    @property
-    def names(self) -> ListedNames:
-        return self.probed.names
 
     @property
     def why_down(self) -> str:
@@ -289,22 +280,6 @@ class Worker:
     def is_asleep(self) -> bool:
         """Whether it was found well and asleep, or paused."""
         return self.why_down.startswith(ASLEEP)
-
-    @property
-    def takes_hints(self) -> bool:
-        """Whether states can be kept on it, and may be."""
-        ready = self.engine is not None and not self.refused and self.draft_state in ("", OPEN, ON)
-        return ready and self.cache.hints_allowed
-
-    @property
-    def match_unit(self) -> int:
-        """Tokens of which all that it takes from its cache is a multiple; 0: nothing may be taken from there.
-
-        vLLM keeps prefixes without the plugin and without a hint, too.
-        """
-        if not self.cache.cache_allowed:
-            return 0
-        return self.engine.match_unit if self.engine is not None else VLLM_UNIT
 
     def hint(self, found: Found | None) -> tuple[Entry, ...]:
         """The hint that it gets: none if it renders by another template than the one whose facts were used."""
@@ -319,16 +294,13 @@ class Worker:
     def restarted(self) -> None:
         """What it held and what it showed before is gone."""
         self.breaker.reset()
-        self.cache.restarted()
         self.renderer_ids.clear()
         self.unrendered_models.clear()
         self.renderer.forget_routes()
         self.takes_any_name = None
         self.merges_system = False
-        self.draft_gate, self.shown_drafts = None, ""
-
-    def answered(self) -> None:
-        self.answered_at = time.monotonic()
+        self.draft_gate, self.shown_drafts, self._salt = None, "", ""  # and its cache is empty
+        self._work_out()
 
     def serves(self, model: Any) -> bool:
         return isinstance(model, str) and model in self.names.templates
@@ -361,7 +333,11 @@ class Worker:
         return self.renderer_ids.get(name)
 
 
-def sound_of(workers: list[Worker]) -> list[Worker]:
+def fresh_salt() -> str:
+    return os.urandom(SALT_BYTES).hex()
+
+
+def sound_of(workers: Sequence[Worker]) -> Sequence[Worker]:
     """Those that do not fail, or one that is to be tried again. If all fail, all: some requests may still succeed."""
     sound = [worker for worker in workers if not worker.breaker.is_open]
     if not sound:

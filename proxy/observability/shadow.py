@@ -260,7 +260,7 @@ class Shadow(Part):
         known, worker = self._knowledge_of(request.worker), request.worker
         hits = worker.probed.metrics.hits or 0
         index = self._prefix_index
-        most = max(_tokens(index.sent(found.prefixes, self._boots())), _tokens(index.ever_sent(found.prefixes)))
+        most = max(map(_tokens, index.look_up(found.prefixes, (), self._boots())[1:]))
         taken = max(0, min(most, hits - known.hits_reported))
         known.hits_reported += taken
         if not worker.inflight and not any(other.worker is worker for other in self._waiting):
@@ -289,7 +289,7 @@ class Shadow(Part):
         learnt = self._shared.look(apart.encode(errors="surrogatepass"), prompt.ids)
         lose(REFUSED if request.worker.refused else CURED, max(_tokens(sent(found.prefixes, (request.boot,))), learnt))
         lose("other_worker", _tokens(sent(found.prefixes, self._boots())))
-        lose("worker_restarted", _tokens(self._prefix_index.ever_sent(found.prefixes)))
+        lose("worker_restarted", _tokens(self._prefix_index.look_up(found.prefixes, (), ())[2]))
         would_share = max((each.tokens for each in found.boundaries if each.key != found.turn_key), default=0)
         if prompt.remembered is not None and would_share // MATCH_UNIT * MATCH_UNIT > had:
             change = yield from self._recent.seek_change(prompt.remembered, max(length, would_share), had)

@@ -115,10 +115,10 @@ class Accounting(Part):
     def settle(self, exchange: Exchange) -> None:
         """Have the request counted, however it ended, and explained if that is still to be done."""
         exchange.is_over = True
-        status, choice = exchange.reply.status, exchange.choice
-        if status >= 400 and choice is not None and choice.expected is not None:
+        status, worker = exchange.reply.status, exchange.worker
+        if status >= 400 and worker is not None and exchange.expected is not None:
             events = self._engine_events
-            (events.left if status == CLIENT_GONE else events.refused)(choice.worker, exchange.engine_id)
+            (events.left if status == CLIENT_GONE else events.refused)(worker, exchange.engine_id)
         if exchange.trace is not None:
             exchange.trace.stop()
         self._idle.put_off()
@@ -301,8 +301,8 @@ class Accounting(Part):
             logger.error("explaining request %s: %s", exchange.head.request_id, type(error).__name__)
 
     def _judge(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
-        choice, usage = exchange.choice, outcome.usage
-        if choice is None or (expected := choice.expected) is None or usage is None or usage.cached is None:
+        worker, expected, usage = exchange.worker, exchange.expected, outcome.usage
+        if worker is None or expected is None or usage is None or usage.cached is None:
             return
         prompt, cached = usage.prompt, usage.cached
         metrics, timings, engine, model = self._metrics, exchange.timings, outcome.engine, outcome.model
@@ -321,7 +321,7 @@ class Accounting(Part):
         if change is not None:
             delivery = delivery._replace(unchanged=change.token + change.lost)
         reason = reason_for(expected, delivery, change)
-        labels = (model, choice.worker.name)
+        labels = (model, worker.name)
         self._counter(metrics.shareable_tokens, *labels).inc(delivery.shareable)
         self._counter(metrics.shared_tokens, *labels).inc(min(delivery.shareable, cached))
         lost = change.lost if change is not None and not change.is_salt else 0
@@ -329,7 +329,7 @@ class Accounting(Part):
         if cached < expected.found(expected.predicted) and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []
-            self._engine_events.fell_short(choice.worker, found.prefixes, left, cached)
+            self._engine_events.fell_short(worker, found.prefixes, left, cached)
         if reason != "hit":
             metrics.misses.labels(model, reason).inc()
         if timings.first_byte is not None:

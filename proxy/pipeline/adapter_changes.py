@@ -21,7 +21,7 @@ from proxy.http import asgi
 from proxy.http.auth import LOAD_ADAPTER, UNLOAD_ADAPTER
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.idle_work import beside
-from proxy.pipeline.exchange import Choice, Exchange
+from proxy.pipeline.exchange import Exchange, id_header
 
 # Not a field of vLLM, which reads over it: whose adapter it is, where several models are served.
 BASE = "base_model_name"
@@ -59,9 +59,9 @@ class AdapterChanges:
         task.add_done_callback(_over)
         with exchange.timings.waiting():
             outcome = await asyncio.shield(task)
-        exchange.give(Choice(outcome.worker))
+        exchange.give(outcome.worker)
         by = (b"x-seamark-worker", outcome.worker.name.encode())
-        headers = [(b"content-type", outcome.kind), by, exchange.head.id_header]
+        headers = [(b"content-type", outcome.kind), by, id_header(exchange.head.request_id)]
         await asgi.send_whole(exchange.reply, outcome.status, headers, outcome.body)
 
     async def _change(self, exchange: Exchange) -> _Changed:
@@ -105,7 +105,7 @@ class AdapterChanges:
         if not worker.up:
             return _Changed(worker, why_not=worker.why_down or "down")
         head = exchange.head
-        headers = [*head.headers, exchange.engine_id_header]
+        headers = [*head.headers, id_header(exchange.engine_id)]
         headers += self._upstream.own_headers if head.key is not None else ()
         body = exchange.body.raw if raw is None else raw
         try:

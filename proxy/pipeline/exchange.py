@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct, field
 
 from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.template_facts import TemplateFacts
@@ -16,7 +18,7 @@ from proxy.chat.reader import ENDPOINTS, HINTED
 from proxy.chat.through_chat import chat_of
 from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound
-from proxy.fleet.worker import Worker
+from proxy.fleet.worker import Slot, Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
@@ -43,7 +45,7 @@ NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})  # in `vllm_xargs`, beside
 SESSION_HEADERS = tuple(b"x-session-affinity x-session-id session-id session_id x-claude-code-session-id".split())
 
 
-class Head(NamedTuple):
+class Head(Struct, eq=False):
     """What the client sent, but for its body."""
 
     method: str
@@ -53,11 +55,7 @@ class Head(NamedTuple):
     headers: asgi.HeaderList  # those that go on to the worker
     request_id: str
     key: ApiKey | None  # None if no keys are configured
-
-    @property
-    def id_header(self) -> tuple[bytes, bytes]:
-        """The request's identity, as its client sees it."""
-        return (b"x-request-id", self.request_id.encode("latin-1"))
+    owner: str | None  # whose it is, of all that have an API key
 
     @property
     def is_json(self) -> bool:
@@ -68,17 +66,11 @@ class Head(NamedTuple):
         agent = next((value for name, value in self.headers if name == b"user-agent"), None)
         return agent.decode("latin-1") if agent is not None else None
 
-    @property
-    def owner(self) -> str | None:
-        """Whose it is, of all that have an API key."""
-        return self.key.owner if self.key is not None else None
-
 
 NO_FIELDS: Mapping[str, Any] = {}
 
 
-@dataclass(slots=True)
-class Body:
+class Body(Struct, eq=False):
     """The body as the client wrote it, and the changes to make in it."""
 
     raw: bytes
@@ -89,13 +81,13 @@ class Body:
     memory: Memory = NOTHING  # that `parsed` takes
     strips_usage: bool = False  # the gateway asked for usage, the client did not
     hint: tuple[Entry, ...] = ()  # as it was last sent
-    form_model: str | None = None  # the model that a form names; None if the body is no form
 
     def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
         """Settle what the gateway decides in it; `asks_usage`: streams report their tokens. Raises `BadRequest`."""
         self.parsed, self.names = parsed, tuple(parsed)
         for name in TRANSFERS:
-            self._drop(name)
+            if name in parsed:
+                self._drop(name)
         xargs = parsed.get(XARGS)
         if isinstance(xargs, dict) and not xargs.keys().isdisjoint(NOT_FROM_CLIENTS):
             kept = {name: value for name, value in xargs.items() if name not in NOT_FROM_CLIENTS}
@@ -103,7 +95,7 @@ class Body:
         if head.endpoint == GENERATE:
             self._take_ids(parsed, head)
         if head.key is not None:
-            if head.endpoint == RESPONSES:
+            if head.endpoint == RESPONSES and "request_id" in parsed:
                 self._drop("request_id")  # a response is stored by it, and may be another's
             parsed["cache_salt"] = self.put["cache_salt"] = head.key.salt
         route = HINTED.get(head.endpoint) if asks_usage else None
@@ -167,12 +159,11 @@ class Body:
             raise BadRequest("features name media by hashes that all keys share; send content_parts.", "features")
 
     def _drop(self, name: str) -> None:
-        if name in self.parsed:
-            del self.parsed[name]
-            self.dropped.append(name)
+        del self.parsed[name]
+        self.dropped.append(name)
 
 
-class Prompt(NamedTuple):
+class Prompt(Struct, eq=False):
     """What was read of a request before a worker was chosen."""
 
     chat: Chat | None = None
@@ -184,20 +175,7 @@ class Prompt(NamedTuple):
     facts: TemplateFacts | None = None  # that are known of it
 
 
-NOT_READ = Prompt()
-
-
-class Choice(NamedTuple):
-    """The worker that a request was given to, and what was known of its cache then."""
-
-    worker: Worker
-    expected: Expectation | None = None  # None: no boundaries are sought in such a request
-    held: int = 0  # tokens of the prompt that the worker holds, guesses included: for load, nothing else
-    hint: tuple[Entry, ...] = ()  # that it gets
-
-
-@dataclass(slots=True)
-class Timings:
+class Timings(Struct, eq=False):
     """`time.perf_counter()` unless a field says otherwise."""
 
     reading_seconds: float = 0.0  # for parsing it and finding its boundaries
@@ -208,18 +186,17 @@ class Timings:
     is_stream: bool = False  # `first_byte` is that of a stream's first event
     arrived: float = field(default_factory=time.perf_counter)  # the body was complete
     waited_seconds: float = 0.0  # for workers, and for a slot
-    waits_since: float = 0.0
+    queued_seconds: float = 0.0  # of them, in the queue before the workers, while it has no slot yet
     was_alone: bool = False  # no other request was at its worker between `leased` and `first_byte`
 
-    def waiting(self) -> Timings:
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
         """What passes inside this context is not the gateway's own time."""
-        return self
-
-    def __enter__(self) -> None:
-        self.waits_since = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.waited_seconds += time.perf_counter() - self.waits_since
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - began
 
     @property
     def own_milliseconds(self) -> float:
@@ -244,8 +221,7 @@ class Timings:
 CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
 
 
-@dataclass(slots=True)
-class Reply:
+class Reply(Struct, eq=False):
     """The way of an answer to its client, an ASGI `send`: what goes through it says how the request ended.
 
     The answer's head tells the gateway's own time.
@@ -257,11 +233,11 @@ class Reply:
     watch: asgi.ClientWatch | None = None  # None: nobody waits for the answer
     started: bool = False
     failure: int = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
-    _begun_as: int = 0
+    status: int = 0  # what the request counts as: HTTP's status, or `failure`; 0 while there is none
 
     async def __call__(self, message: asgi.Scope) -> None:
         if message["type"] == "http.response.start":
-            self._begun_as, self.started = message["status"], True
+            self.status, self.started = self.failure or message["status"], True
             message = {**message, "headers": [*message["headers"], self._own_time]}
         elif self.watch is not None and not message.get("more_body"):
             self.watch.over = True
@@ -271,7 +247,7 @@ class Reply:
         """Send a whole answer, as `asgi.Request.answer`."""
         if self.served is None or not self.served.answer(status, [*headers, self._own_time], body):
             return False
-        self._begun_as, self.started = status, True
+        self.status, self.started = self.failure or status, True
         if self.watch is not None:
             self.watch.over = True
         return True
@@ -281,21 +257,15 @@ class Reply:
         return OWN_TIME, b"%.1f" % self._timings.own_milliseconds
 
     @property
-    def status(self) -> int:
-        """What the request counts as: HTTP's status, or `CLIENT_GONE`; 0 while there is none."""
-        return self.failure or self._begun_as
-
-    @property
     def has_lost_client(self) -> bool:
         return self.watch is not None and self.watch.gone
 
     def failed(self, status: int) -> None:
         """It counts as `status`, whatever it has begun with."""
-        self.failure = status
+        self.failure = self.status = status
 
 
-@dataclass(slots=True)
-class RequestOutcome:
+class RequestOutcome(Struct, eq=False):
     """What a worker has reported in its answer, and what follows from it; lengths in tokens."""
 
     status: int  # of HTTP
@@ -310,8 +280,7 @@ class RequestOutcome:
     explaining: Steps[None] | None = None  # what is not done of that
 
 
-@dataclass(slots=True)
-class Exchange:
+class Exchange(Struct, eq=False):
     """What is known of a request so far. Each field has one writer, which is named beside it."""
 
     head: Head  # `RequestHandler`, as all up to the next comment
@@ -321,9 +290,18 @@ class Exchange:
     engine_id: str  # `head.request_id`, or another name if a request of that name is under way
     is_named: bool = False  # by its client's X-Request-Id
     trace: RequestTrace | None = None  # None: nothing is traced
-    prompt: Prompt = NOT_READ
+    prompt: Prompt = field(default_factory=Prompt)
     timings: Timings = field(default_factory=Timings)
-    choice: Choice | None = None  # by `give`; None: no worker had it yet
+    # What it asks for, by `ask`.
+    model: Any = None  # as the client wrote it; empty: any, as vLLM lets it; None: for no model, or not read
+    response_id: Any = None  # the stored response that it continues or asks for
+    kept_id: Any = None  # the same, or what else it asks for that some worker has made (a video, a file, a batch)
+    makes: bool = False  # its answer may name what is asked for later
+    # Where it goes, by `give`; no worker had it yet if there is none.
+    worker: Worker | None = None  # the last one
+    expected: Expectation | None = None  # of that worker; None: no boundaries are sought in such a request
+    hint: tuple[Entry, ...] = ()  # that it gets
+    slot: Slot | None = None  # that it has there: `Dispatcher`
     asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
     landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
@@ -332,64 +310,47 @@ class Exchange:
     model_label: str | None = None  # in metrics; None until it is counted
     is_over: bool = False
 
-    def give(self, choice: Choice | None) -> None:
-        """It goes to the worker that was chosen, or to none, whatever was chosen before."""
-        self.choice = choice
+    def give(self, worker: Worker | None, expected: Expectation | None = None, hint: tuple[Entry, ...] = ()) -> None:
+        """It goes to this worker, or to none, wherever it went before."""
+        self.worker, self.expected, self.hint = worker, expected, hint
+
+    def take(self, parsed: dict[str, Any], asks_usage: bool) -> None:
+        """Its body is JSON: see `Body.take`, which raises."""
+        self.body.take(parsed, self.head, asks_usage)
+        self.ask()
+
+    def ask(self) -> None:
+        """See what it asks for, by its path and by what is known of its body."""
+        head, path, parsed = self.head, self.head.path, self.body.parsed
+        if parsed:
+            self.model = parsed.get("model") or (None if path.startswith(RESPONSE_PATH) else "")
+        self.response_id = self.kept_id = parsed.get("previous_response_id")
+        if head.endpoint != "other":
+            return
+        parts = path.split("/")[3:]
+        if path.startswith(RESPONSE_PATH) and parts[0] not in RESPONSE_ACTIONS:
+            self.response_id = self.kept_id = parts[0]
+        if not path.startswith("/v1/") or path.startswith("/v1/models/"):
+            return
+        self.makes = head.method == "POST"
+        if self.kept_id is None:
+            named = next((part for part in parts if not _DIGITS.isdisjoint(part)), None)
+            if named is None and head.method != "POST":  # /v1/images/generations makes something
+                named = "/".join(parts)
+            given = named or parsed.get("input_file_id")
+            self.kept_id = given if isinstance(given, str) else None
 
     @property
-    def worker(self) -> Worker | None:
-        """The last one it was given to."""
-        return self.choice.worker if self.choice is not None else None
+    def at(self) -> Worker:
+        """Its worker, once it has one."""
+        if self.worker is None:
+            raise RuntimeError("The request has no worker yet.")
+        return self.worker
 
-    @property
-    def expected(self) -> Expectation | None:
-        """What was expected of that worker."""
-        return self.choice.expected if self.choice is not None else None
 
-    @property
-    def engine_id_header(self) -> tuple[bytes, bytes]:
-        """The request's identity, as the worker sees it."""
-        return (b"x-request-id", self.engine_id.encode("latin-1"))
-
-    @property
-    def model(self) -> Any:
-        """What the client wrote as the model's name; empty if it leaves that to the worker, as vLLM lets it.
-
-        None if its kind of request is for no model, or was not read.
-        """
-        if not self.body.parsed:
-            return self.body.form_model
-        return self.body.parsed.get("model") or (None if self.head.path.startswith(RESPONSE_PATH) else "")
-
-    @property
-    def response_id(self) -> Any:
-        """The stored response that it continues or asks for, None if there is none."""
-        path = self.head.path
-        if path.startswith(RESPONSE_PATH) and (named := path.split("/")[3]) not in RESPONSE_ACTIONS:
-            return named
-        return self.body.parsed.get("previous_response_id")
-
-    @property
-    def kept_id(self) -> Any:
-        """The same, or what else it asks for that some worker has made (a video, a file, a batch); None if nothing."""
-        if (response := self.response_id) is not None or not self._is_of_jobs:
-            return response
-        parts = self.head.path.split("/")[3:]
-        named = next((part for part in parts if not _DIGITS.isdisjoint(part)), None)
-        if named is None and self.head.method != "POST":  # /v1/images/generations makes something
-            named = "/".join(parts)
-        given = named or self.body.parsed.get("input_file_id")
-        return given if isinstance(given, str) else None
-
-    @property
-    def makes(self) -> bool:
-        """Whether its answer may name what is asked for later."""
-        return self.head.method == "POST" and self._is_of_jobs
-
-    @property
-    def _is_of_jobs(self) -> bool:
-        path = self.head.path
-        return path not in ENDPOINTS and path.startswith("/v1/") and not path.startswith("/v1/models/")
+def id_header(name: str) -> tuple[bytes, bytes]:
+    """A request's identity, as its client sees it (`Head.request_id`), or as its worker does (`Exchange.engine_id`)."""
+    return (b"x-request-id", name.encode("latin-1"))
 
 
 def choices_of(body: Mapping[str, Any]) -> int:
@@ -420,7 +381,7 @@ def user_key(body: Mapping[str, Any], found: Found) -> str | None:
 
 
 def _text(body: Any, name: str) -> str | None:
-    given = body.get(name) if isinstance(body, Mapping) else None
+    given = body.get(name) if isinstance(body, dict) else None
     return given if isinstance(given, str) and given else None
 
 
@@ -447,10 +408,14 @@ def exchange_of(
     path = scope["path"]
     endpoint = path if path in ENDPOINTS else "other"
     headers = asgi.end_to_end(scope["headers"], asgi.RECOMPUTED if key is None else asgi.RECOMPUTED_WITH_KEY)
-    head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key)
+    owner = key.owner if key is not None else None
+    head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key, owner)
     timings = Timings()
     reply = Reply(send or _nowhere, timings, scope.get(asgi.SERVED), watch)
-    return Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
+    exchange = Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
+    if endpoint == "other":
+        exchange.ask()
+    return exchange
 
 
 async def _nowhere(message: asgi.Scope) -> None:

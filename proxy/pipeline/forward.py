@@ -8,10 +8,9 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
@@ -27,8 +26,8 @@ from proxy.http.json_body import TRANSFERS, loads
 from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
-from proxy.pipeline.dispatch import MOST_ASKED, Dispatcher, Lease
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of
+from proxy.pipeline.dispatch import TOO_LONG, Dispatcher
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of, id_header
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
@@ -42,25 +41,7 @@ ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
 
 
 NOT_TAKEN = (502, 503)  # a worker, or a proxy before it, says by these that it has not computed the request
-UNREACHABLE, STALE, NOT_STORED, REFUSED = "unreachable", "stale", "not_found", "refused"
-
-
-class _Retry(NamedTuple):
-    """What follows a try that came to nothing."""
-
-    elsewhere: bool  # else at the same worker, on a new connection, once
-    waits: bool = False  # for a slot anywhere; else at a worker that has one now
-    most: int = 1
-
-
-# Whatever may have been read goes to no other worker, except that one which says that it has not computed the request
-# is believed: once, and wherever the stored response that it names may be.
-RETRIES: Mapping[str, _Retry] = {
-    UNREACHABLE: _Retry(elsewhere=True, waits=True),
-    STALE: _Retry(elsewhere=False),
-    NOT_STORED: _Retry(elsewhere=True, waits=True, most=MOST_ASKED),
-    REFUSED: _Retry(elsewhere=True),
-}
+UNREACHABLE, STALE, NOT_STORED, REFUSED = ("unreachable", "stale", "not_found", "refused")
 
 NO_ROUTE = (404, 405, 501)
 NOT_RENDERED = (400, 422, 500)  # what a template refuses
@@ -87,167 +68,171 @@ class ResponseRelay:
     _prefills: Prefills | None = None  # None without prefill workers
 
     async def __call__(self, exchange: Exchange) -> None:
-        """Have a worker answer, once one has a slot. Raises as `forward`, and `NoWorker`, `Overloaded` or `KeyBusy`."""
-        async with self._dispatcher.lease(exchange) as lease:
-            await self.forward(lease)
-
-    async def forward(self, lease: Lease) -> None:
-        """From the first byte to the worker to the last byte to the client; whoever took the slot gives it back.
+        """Have a worker answer, from the first byte to it to the last one to the client; the slot is given back.
 
         What the template lacks is learnt in the background. Raises `WorkerFailed` or `WorkerSilent` if the worker
-        breaks off and no event of a stream can say so, and `NotServed` if it lacks the route.
+        breaks off and no event of a stream can say so, `NotServed` if it lacks the route, and as `Dispatcher.acquire`.
         """
-        self._reader.learn(lease.exchange)
+        dispatcher = self._dispatcher
+        if exchange.slot is None:
+            await dispatcher.acquire(exchange)
         try:
-            response = await self._send(lease)
+            self._reader.learn(exchange)
+            response = await self._send(exchange)
             try:
-                _check_route(lease, response)
-                await self._deliver(lease, response)
+                if response.status in NO_ROUTE:
+                    _check_route(exchange, response)
+                await self._deliver(exchange, response)
             finally:
                 response.close()
         except Broken as error:
-            raise _worker_error(lease.worker, error) from None
+            raise _worker_error(exchange.at, error) from None
+        finally:
+            dispatcher.release(exchange)
 
-    async def _send(self, lease: Lease) -> Answer:
-        """Send to the leased worker, and to another one if that has not taken it, as `RETRIES` says."""
-        exchange, head = lease.exchange, lease.exchange.head
+    async def _send(self, exchange: Exchange) -> Answer:
+        """Send to its worker, and to another one if that has not taken it.
+
+        Whatever may have been read goes to no other worker, except that one which says that it has not computed the
+        request is believed: once, and wherever the stored response that it names may be. A connection that was closed
+        while it was idle is replaced, once.
+        """
+        head, timings, dispatcher = exchange.head, exchange.timings, self._dispatcher
         is_read = head.endpoint in HINTED and not self._settings.shadow
         headers = [
             *(asgi.unencoded(head.headers) if is_read else head.headers),
-            exchange.engine_id_header,
+            id_header(exchange.engine_id),
             ASK_FOR_OUTCOME,
             *(self._upstream.own_headers if head.key is not None else ()),
         ]
         transfer = None
         if self._prefills is not None:
-            with exchange.timings.waiting():
-                transfer = await self._prefills.transfer(lease, headers)
-        tries = dict.fromkeys(RETRIES, 0)
-        fresh = False
+            with timings.waiting():
+                transfer = await self._prefills.transfer(exchange, headers)
+        unreachable = 0  # workers that were
+        was_refused = fresh = merges = False
         while True:
-            worker = lease.worker
-            tried = await self._try(lease, headers, transfer, fresh=fresh)
-            if isinstance(tried, Answer):
-                return tried
-            failed, answer = tried
-            retry = RETRIES[failed]
-            tries[failed] += 1
-            if not retry.elsewhere and fresh:
+            worker = exchange.at
+            merges = merges or worker.merges_system
+            target, raw = self._encoded(exchange, worker, transfer, merges=merges)
+            url, given = worker.address + target, worker.addressed(headers) if worker.rank else headers
+            answer, began = None, time.perf_counter()
+            try:
+                answer = await self._upstream.send(head.method, url, given, raw, self._settings.silence_timeout, fresh)
+            except Exhausted:
+                dispatcher.never_sent(exchange)
+                raise Overloaded("The gateway has no descriptor or port left for another connection.") from None
+            except Unreachable as error:
+                self._pool.mark_down(worker, str(error))
+                failed = UNREACHABLE
+            except Stale:
+                failed = STALE
+            except Broken as error:
+                if not isinstance(error, Malformed):  # else what was asked for may be the reason
+                    self._record_failure(exchange, worker)
+                raise
+            finally:
+                timings.waited_seconds += time.perf_counter() - began
+            if answer is not None and target != head.target:
+                if has_reminders(exchange.body.parsed):
+                    if answer.status in NOT_RENDERED and not merges:
+                        answer.close()
+                        merges = True
+                        continue
+                    worker.merges_system = merges and answer.status not in NOT_RENDERED
+                answer = MessageAnswer(answer)
+            if answer is not None and not (failed := self._why_not(exchange, worker, answer.status)):
+                return answer
+            if failed == STALE and fresh:
                 raise Stale
-            if failed == UNREACHABLE and tries[failed] > len(self._pool.workers):
-                lease.never_sent()
+            unreachable += failed == UNREACHABLE
+            if unreachable > len(self._pool.workers):
+                dispatcher.never_sent(exchange)
                 raise no_worker("No worker could be reached.", self._pool.workers)
             # What is stored, or a known worker has made, is worth waiting for a slot.
-            is_kept = exchange.response_id is not None or self._dispatcher.keeper(exchange) is not None
-            waits = retry.waits and (answer is None or is_kept)
+            is_kept = exchange.response_id is not None or dispatcher.keeper(exchange) is not None
+            waits = failed == UNREACHABLE or (failed == NOT_STORED and is_kept)
             if answer is not None:
-                if not waits and (tries[failed] > retry.most or not lease.move_now()):
+                if not waits and ((was_refused and failed == REFUSED) or not dispatcher.move_now(exchange)):
                     return answer
                 answer.close()
+            was_refused = was_refused or failed == REFUSED
             self._metrics.resent.labels(worker.name, failed).inc()
             if waits:
-                await lease.move()
-            fresh = not retry.elsewhere
-            if failed != UNREACHABLE or lease.worker.engine != worker.engine:
+                await dispatcher.move(exchange)
+            fresh, merges = failed == STALE, False
+            if failed != UNREACHABLE or exchange.at.engine != worker.engine:
                 transfer = None  # it is used once, whatever became of it
 
-    async def _try(
-        self, lease: Lease, headers: asgi.HeaderList, transfer: Any, *, fresh: bool, merges: bool = False
-    ) -> Answer | tuple[str, Answer | None]:
-        """Send it once. The worker's answer, or, if that is not the last word, a key of `RETRIES` and the answer.
+    def _why_not(self, exchange: Exchange, worker: Worker, status: int) -> str:
+        """Why an answer with this status is not the last word; empty if it is. Either is learnt from."""
+        worker.answered_at = time.monotonic()
+        is_post = exchange.head.method == "POST"
+        if is_post:
+            if 200 <= status < 400:
+                if worker.breaker.failures:
+                    self._pool.record_success(worker)
+            elif status >= 500 and status != 501:
+                self._record_failure(exchange, worker)
+        may_move = exchange.kept_id is not None or status == TOO_LONG
+        if may_move and self._dispatcher.should_retry_elsewhere(exchange, worker, status):
+            return NOT_STORED
+        if status in (200, 404) and exchange.response_id is None and exchange.head.endpoint in HINTED:
+            self._pool.answered_name(worker, exchange.model, taken=status == 200)
+        return REFUSED if status in NOT_TAKEN and is_post else ""
 
-        `transfer`: where the worker finds the prompt computed. `merges`: system messages within a conversation go to
-        its head, for a worker whose template takes one.
+    def _record_failure(self, exchange: Exchange, worker: Worker) -> None:
+        self._pool.record_failure(worker, exchange.head.target.encode("latin-1") + exchange.body.raw)
+
+    def _encoded(
+        self, exchange: Exchange, worker: Worker, transfer: dict[str, Any] | None, *, merges: bool
+    ) -> tuple[str, bytes]:
+        """Path and body as the worker gets them.
+
+        `transfer`: where it finds the prompt computed. `merges`: system messages within a conversation go to its head,
+        for a worker whose template takes one.
         """
-        exchange, head, worker = lease.exchange, lease.exchange.head, lease.worker
-        merges = merges or worker.merges_system
-        target, raw = self._encoded(lease, transfer, merges=merges)
-        try:
-            with exchange.timings.waiting():
-                url, timeout = worker.address + target, self._settings.silence_timeout
-                answer = await self._upstream.send(head.method, url, worker.addressed(headers), raw, timeout, fresh)
-        except Exhausted:
-            lease.never_sent()
-            raise Overloaded("The gateway has no descriptor or port left for another connection.") from None
-        except Unreachable as error:
-            self._pool.mark_down(worker, str(error))
-            return UNREACHABLE, None
-        except Stale:
-            return STALE, None
-        except Malformed:  # what was asked for may be the reason
-            raise
-        except Broken:
-            self._record_failure(lease)
-            raise
-        if target != head.target:
-            if has_reminders(exchange.body.parsed):
-                if answer.status in NOT_RENDERED and not merges:
-                    answer.close()
-                    return await self._try(lease, headers, transfer, fresh=fresh, merges=True)
-                worker.merges_system = merges and answer.status not in NOT_RENDERED
-            answer = MessageAnswer(answer)
-        worker.answered()
-        if head.method == "POST":
-            if 200 <= answer.status < 400:
-                self._pool.record_success(worker)
-            elif answer.status >= 500 and answer.status != 501:
-                self._record_failure(lease)
-        if self._dispatcher.should_retry_elsewhere(exchange, worker, answer.status):
-            return NOT_STORED, answer
-        if head.endpoint in HINTED and answer.status in (200, 404) and exchange.response_id is None:
-            self._pool.answered_name(worker, exchange.model, taken=answer.status == 200)
-        return (REFUSED, answer) if answer.status in NOT_TAKEN and head.method == "POST" else answer
-
-    def _record_failure(self, lease: Lease) -> None:
-        exchange = lease.exchange
-        self._pool.record_failure(lease.worker, exchange.head.target.encode("latin-1") + exchange.body.raw)
-
-    def _encoded(self, lease: Lease, transfer: dict[str, Any] | None, *, merges: bool) -> tuple[str, bytes]:
-        """Path and body as the leased worker gets them."""
-        exchange, worker = lease.exchange, lease.worker
-        body, choice, head = exchange.body, exchange.choice, exchange.head
+        body, head, slot = exchange.body, exchange.head, exchange.slot
         if head.method != "POST":
             return head.target, body.raw
         load = ""
-        if worker.engine is not None and head.endpoint in HINTED:  # other gateways learn of it there
-            load = f"{self._pool.gateway_id},{lease.prompt},{lease.prefill_tokens}"
+        if worker.engine is not None and head.endpoint in HINTED and slot is not None:
+            load = f"{self._pool.gateway_id},{slot.prompt},{slot.prefill_tokens}"  # other gateways learn of it there
         own: dict[str, Any] = {}
-        if (salt := worker.cache.salt(body.parsed)) is not None:
+        if worker.changes_salt and (salt := worker.salt(body.parsed)) is not None:
             own["cache_salt"] = salt
         if transfer is not None:
             own[TRANSFERS[0]] = transfer
         if head.endpoint == RESPONSES and (key := head.key) is not None:
             own["request_id"] = key.new_response_id()
-        hint = choice.hint if choice is not None else ()
         if head.endpoint == MESSAGES and MESSAGES in worker.probed.frontend.lacks:
-            return CHAT, body.as_chat(hint, own, load, merges=merges)
-        return head.target, body.encoded(hint, own, load)
+            return CHAT, body.as_chat(exchange.hint, own, load, merges=merges)
+        return head.target, body.encoded(exchange.hint, own, load)
 
-    async def _deliver(self, lease: Lease, response: Answer) -> None:
+    async def _deliver(self, exchange: Exchange, response: Answer) -> None:
         """The answer, from first to last byte. One that is encoded is not read, and nothing can be put into it."""
-        exchange, head = lease.exchange, lease.exchange.head
+        head = exchange.head
         kind = response.header("content-type") or ""
         is_json = kind.startswith("application/json")
         has_body = response.status not in asgi.BODILESS and head.method != "HEAD"
         if kind.startswith(EVENT_STREAM) and not response.is_encoded:
-            await self._stream_events(lease, response)
+            await self._stream_events(exchange, response)
             return
         if head.endpoint in HINTED and is_json and has_body and not response.is_encoded:
-            await self._answer_whole(lease, response)
+            await self._answer_whole(exchange, response)
             return
-        usage = await self._pass_on(lease, response, [])
+        usage = await self._pass_on(exchange, response, [])
         if head.method == "POST" and response.status == 200 and is_json:
             self._accounting.used(exchange, usage)
         await exchange.send({"type": "http.response.body", "body": b""})
         if head.endpoint in HINTED and response.is_encoded:
             self._accounting.reported(exchange, RequestOutcome(response.status))
 
-    async def _pass_on(self, lease: Lease, response: Answer, collected: list[bytes]) -> Usage | None:
+    async def _pass_on(self, exchange: Exchange, response: Answer, collected: list[bytes]) -> Usage | None:
         """All but the end of an answer, behind what is `collected` of it; the tokens of which it tells.
 
         It has the length that the worker gave. A client that does not read holds the worker back and fills no memory.
         """
-        exchange = lease.exchange
         headers = _response_headers(exchange, response)
         if response.status not in asgi.BODILESS and (length := response.header("content-length")) is not None:
             headers.append((b"content-length", length.encode()))
@@ -257,14 +242,14 @@ class ResponseRelay:
         while chunk := collected.pop() if collected else await response.next_chunk():
             if exchange.makes and 200 <= response.status < 300:
                 self._accounting.opened(exchange, _named_in(chunk))
-            lease.prefilled()
+            self._dispatcher.prefilled(exchange)
             passing.see(chunk)
             await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
         return passing.usage
 
-    async def _stream_events(self, lease: Lease, response: Answer) -> None:
+    async def _stream_events(self, exchange: Exchange, response: Answer) -> None:
         """Pass an event stream on as it comes. A break becomes an event."""
-        exchange, reply = lease.exchange, lease.exchange.reply
+        reply = exchange.reply
         headers = _response_headers(exchange, response)
         await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
 
@@ -276,16 +261,16 @@ class ResponseRelay:
         names = opened if exchange.head.endpoint == RESPONSES else None
         stream = SseRelay(response, exchange.send, served, choices, names)
         end = b""
-        self._heartbeats.streams[stream] = lease.worker
+        self._heartbeats.streams[stream] = exchange.at
         try:
             if piece := await response.next_chunk():
                 timings = exchange.timings
                 timings.first_byte, timings.is_stream = time.perf_counter(), True
-                timings.was_alone = lease.is_alone
-                lease.prefilled()
+                timings.was_alone = exchange.slot is not None and exchange.slot.is_alone
+                self._dispatcher.prefilled(exchange)
                 await stream.run(piece)
         except Broken as error:
-            end = _error_event(exchange, _worker_error(lease.worker, error), stream)
+            end = _error_event(exchange, _worker_error(exchange.at, error), stream)
         except asyncio.CancelledError:
             exchange.delivered = reply.has_lost_client and stream.is_complete
             if not reply.has_lost_client:  # the server stops
@@ -300,22 +285,24 @@ class ResponseRelay:
         await stream.finish(end)
         self._accounting.reported(exchange, RequestOutcome(response.status, stream.usage), stream.response)
 
-    async def _answer_whole(self, lease: Lease, response: Answer) -> None:
+    async def _answer_whole(self, exchange: Exchange, response: Answer) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
-        exchange = lease.exchange
         collected: list[bytes] = []
         size = 0
-        with exchange.timings.waiting():
+        timings, began = exchange.timings, time.perf_counter()
+        try:
             while size <= self._settings.max_collected_bytes and (chunk := await response.next_chunk()):
                 collected.append(chunk)
                 size += len(chunk)
-        exchange.timings.first_byte = time.perf_counter()
+        finally:
+            timings.waited_seconds += time.perf_counter() - began
+        timings.first_byte = time.perf_counter()
         outcome = RequestOutcome(response.status, engine=outcome_in(response.header(OUTCOME_HEADER)))
         if size > self._settings.max_collected_bytes:
             answer = _named_in(collected[0])
             if response.status == 200:
                 self._accounting.opened(exchange, answer)
-            outcome.usage = await self._pass_on(lease, response, collected)
+            outcome.usage = await self._pass_on(exchange, response, collected)
             if response.status == 200:
                 self._accounting.reported(exchange, outcome, answer)
             await exchange.send({"type": "http.response.body", "body": b""})
@@ -379,12 +366,13 @@ class MessageAnswer(Answer):
         self._answer.close()
 
 
-def _check_route(lease: Lease, response: Answer) -> None:
+def _check_route(exchange: Exchange, response: Answer) -> None:
     """Raises `NotServed` if the answer says no more than that the worker's HTTP server has no such route."""
-    frontend, endpoint = lease.worker.probed.frontend, lease.exchange.head.endpoint
-    if response.status in NO_ROUTE and endpoint in frontend.lacks and not isinstance(response, MessageAnswer):
+    worker, endpoint = exchange.at, exchange.head.endpoint
+    frontend = worker.probed.frontend
+    if endpoint in frontend.lacks and not isinstance(response, MessageAnswer):
         raise NotServed(
-            f"{endpoint} is not served by {frontend.name}, which worker {lease.worker.name} runs: use {CHAT}, or start "
+            f"{endpoint} is not served by {frontend.name}, which worker {worker.name} runs: use {CHAT}, or start "
             "vLLM without VLLM_USE_RUST_FRONTEND=1."
         )
 
@@ -399,7 +387,7 @@ def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:
     headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
     if 300 <= response.status < 400 and exchange.worker is not None:
         headers = _redirected_here(headers, exchange.worker.address)
-    headers.append(exchange.head.id_header)
+    headers.append(id_header(exchange.head.request_id))
     if exchange.worker is not None:
         headers.append((b"x-seamark-worker", exchange.worker.name.encode()))
     if exchange.body.hint:

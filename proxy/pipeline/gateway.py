@@ -25,7 +25,8 @@ from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.dispatch import Dispatcher, Lease, prompt_computed
+from proxy.pipeline.dispatch import Dispatcher, prompt_computed
+from proxy.pipeline.exchange import Exchange
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.handler import Answering, BodyReader, Preflights, RequestHandler
 from proxy.pipeline.pinned_prompts import PinnedPrompts
@@ -66,17 +67,18 @@ class Gateway:
             self.keys = KeyRing(settings.api_keys, _secret("salt_secret_file", settings.salt_secret_file))
         self.facts = FactsLearner()
         self.queue = AdmissionQueue(settings.max_queue, settings.queue_timeout, metrics.queue_seconds)
-        self.pool = WorkerPool(settings, self.upstream, metrics, self.facts, idle, shelf, self.queue.wake)
+        beside = self.upstream, metrics, self.facts, idle
+        self.pool = WorkerPool(settings, *beside, shelf, self.queue.wake)
         self.reader = reader = PromptReader(settings, metrics, self.facts, self.pool)
         self.prefix_index = PrefixIndex(settings.memory_bytes * 3 // 8, metrics.directory_evictions)
-        prefilling: dict[str, Lease] = {}
+        prefilling: dict[str, Exchange] = {}
         computed = partial(prompt_computed, prefilling)
         events = shelf.put(
             EngineEvents(self.upstream, self.prefix_index, idle, shelf, reader.told, self.pool.gateway_id, computed)
         )
         self.warmup = WarmupSet(settings.text_bytes // 8)
         known = self.prefix_index, events, self.warmup, reader.stored
-        dispatcher = Dispatcher(settings.load_slack, self.pool, self.queue, *known, shelf, prefilling)
+        dispatcher = Dispatcher(settings.load_slack, self.pool, self.queue, *known, prefilling)
         self.shadow = shelf.put(Shadow(settings, reader.find_boundaries, reader.recent, metrics, idle, self.pool.boots))
         tracing = _tracing(settings.otlp_traces_endpoint, metrics)
         self.accounting = shelf.put(
@@ -100,10 +102,8 @@ class Gateway:
         prefills = None
         if settings.prefill_worker:
             theirs = {"worker": settings.prefill_worker, "workers_file": None, "workers_dns": (), "replay_seconds": 0.0}
-            self.prefill_pool = WorkerPool(
-                settings.model_copy(update=theirs), self.upstream, metrics, self.facts, idle, Shelf(metrics)
-            )
-            self.prefill_pool.gateway_id = self.pool.gateway_id
+            its = settings.model_copy(update=theirs)
+            self.prefill_pool = WorkerPool(its, *beside, Shelf(metrics), gateway_id=self.pool.gateway_id)
             shelf.also_run("prefill_workers", self.prefill_pool.watch)
             prefills = Prefills(settings, self.prefill_pool, self.upstream, self.prefix_index, metrics.prefills)
         answer: Answering
@@ -129,8 +129,8 @@ class Gateway:
         adapters = AdapterChanges(pools, self.upstream, settings.silence_timeout)
         self.handler = RequestHandler(self.keys, bodies, reader, answer, self.accounting, preflights, adapters)
         metrics.shadow_mode.set(settings.shadow)
-        metrics.queued.set_function(lambda: len(self.queue))
-        self._files: list[tuple[WatchedFile[Any], Callable[[], None]]] = []
+        metrics.queued.set_function(lambda: len(self.queue.waiting))
+        self._files: list[tuple[str, WatchedFile[Any], Callable[[], None]]] = []
         self._watch("workers_file", self.pool.file, self.pool.refresh)
         if self.keys is not None:
             self._watch("api_keys", self.keys.file, self.keys.refresh)
@@ -154,9 +154,9 @@ class Gateway:
 
     def _watch(self, setting: str, file: WatchedFile[Any] | None, refresh: Callable[[], None]) -> None:
         if file is not None:
-            self._files.append((file, refresh))
+            self._files.append((setting, file, refresh))
             self.metrics.file_current.labels(setting).set_function(lambda: file.is_current)
-            file.failed = self.metrics.config_reload_errors.labels(setting).inc
+            self.metrics.config_reload_errors.labels(setting)
 
     async def _watch_files(self) -> None:
         """A file that differs from look to look is still being written."""
@@ -167,9 +167,11 @@ class Gateway:
 
     def read_files(self, *, only_still: bool = False) -> None:
         """Read again those files that have changed; `only_still`: and that are as they were at the last look."""
-        for file, refresh in self._files:
+        for setting, file, refresh in self._files:
             if file.is_still() or not only_still:
+                failures = file.failures
                 refresh()
+                self.metrics.config_reload_errors.labels(setting).inc(file.failures - failures)
 
     def _distrust(self, worker: Worker) -> None:
         """Answers from the worker's cache differ."""

@@ -29,7 +29,7 @@ from proxy.idle_work import IdleWork
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of, target_of
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of, id_header, target_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
@@ -60,7 +60,7 @@ class BodyReader:
     """Reads bodies within their bounds."""
 
     def __init__(self, settings: Settings, idle: IdleWork) -> None:
-        self._settings = settings
+        self._settings, self._limits = settings, settings.json_limits
         self._idle = idle
         self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
         self._turns = asyncio.Lock()
@@ -83,7 +83,7 @@ class BodyReader:
         hinted = head.endpoint in HINTED
         if not hinted:
             if is_form(head.headers):
-                body.form_model = await self._idle.finish(read_form(head.headers, body.raw))
+                exchange.model = await self._idle.finish(read_form(head.headers, body.raw))
                 return None
             if body.raw.strip():
                 refuse_urlencoded(head.headers)
@@ -93,7 +93,7 @@ class BodyReader:
             await self.turn()
         try:
             raw = as_utf8(body.raw)
-            parsed = parse_object(raw, *settings.json_limits)
+            parsed = parse_object(raw, *self._limits)
         except errors.BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
             if hinted or isinstance(error, errors.TooComplex) or (head.key is not None and head.is_json):
@@ -103,7 +103,7 @@ class BodyReader:
         body.memory = memory_of(parsed, len(raw), settings.max_boundary_values)
         held.take(body.memory.size)
         name = parsed.get("request_id")
-        body.take(parsed, head, settings.ask_usage)
+        exchange.take(parsed, settings.ask_usage)
         return name
 
     async def turn(self) -> None:
@@ -156,7 +156,7 @@ class Preflights:
             raise errors.WorkerFailed("The worker did not answer a preflight request.") from None
         finally:
             self._under_way -= 1
-        named = (b"x-request-id", request_id.encode("latin-1"))
+        named = id_header(request_id)
         await asgi.send_whole(send, answer.status, [*asgi.end_to_end(answer.headers, asgi.OWN_RESPONSE), named], body)
 
 
@@ -179,7 +179,7 @@ class RequestHandler:
         exchange: Exchange | None = None
         try:
             asgi.check_room(scope)
-            if is_preflight(scope):
+            if scope["method"] == "OPTIONS" and is_preflight(scope):
                 await self._preflights.answer(scope, request_id, send)
                 return
             key = auth.client(scope, self._keys) if self._keys is not None else None
@@ -206,10 +206,14 @@ class RequestHandler:
         """From a body that is there to the last byte of the answer."""
         head = exchange.head
         self._accounting.begin(exchange)
-        self._check_owner(exchange)  # of a response in the path, whatever the body is
+        if exchange.response_id is not None:
+            self._check_owner(exchange)  # of a response in the path, whatever the body is
         if head.method == "POST":
-            self._take_name(exchange, await self._bodies.parse(exchange, held))
-            self._check_owner(exchange)
+            name = await self._bodies.parse(exchange, held)
+            if name is not None and not exchange.is_named:
+                self._take_name(exchange, name)
+            if exchange.response_id is not None:
+                self._check_owner(exchange)
             if head.endpoint in HINTED:
                 if len(exchange.body.raw) > LARGE_BYTES:
                     await self._bodies.turn()
@@ -222,17 +226,17 @@ class RequestHandler:
 
     def _check_owner(self, exchange: Exchange) -> None:
         """Raises `NotFound` for a response that is not known to be the key's."""
-        key = exchange.head.key
-        if key is None or not isinstance(named := exchange.response_id, str):
+        key, named = exchange.head.key, exchange.response_id
+        if key is None or not isinstance(named, str):
             return
         if self._reader.stored.boot(named, key.owner) is None and not key.made(named):
             raise errors.NotFound("No such response.")
 
     def _take_name(self, exchange: Exchange, given: Any) -> None:
-        """Give the request the name in its body, unless a header has named it, which vLLM prefers."""
-        if exchange.is_named or not isinstance(given, str) or not _is_name(given):
+        """Give the request the name in its body; vLLM prefers one in a header."""
+        if not isinstance(given, str) or not _is_name(given):
             return
-        exchange.head = exchange.head._replace(request_id=given)
+        exchange.head.request_id = given
         self._engine_ids.discard(exchange.engine_id)
         exchange.engine_id = self._engine_id(given)
         if exchange.engine_id != given and "request_id" in exchange.body.parsed:
@@ -265,7 +269,7 @@ async def _refuse(reply: Reply, scope: asgi.Scope, failure: BaseException, name:
     reply.failed(error.status)
     if reply.started:
         return  # returning without the last chunk makes the server close the connection: a visible break
-    headers = [(b"x-request-id", name.encode("latin-1"))]
+    headers = [id_header(name)]
     if asgi.header(scope, b"origin") is not None and not isinstance(error, errors.Unauthorized):
         headers.append(ANY_SITE)  # vLLM lets pages read its errors, except for this one
     await error_responses.send_error(reply, error, scope["path"], headers)

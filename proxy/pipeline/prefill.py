@@ -20,14 +20,12 @@ from prometheus_client import Counter
 
 from proxy.chat.chat import COMPLETIONS
 from proxy.chat.reader import HINTED
-from proxy.errors import NoWorker
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Slot, Worker
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS
 from proxy.idle_work import beside
-from proxy.pipeline.dispatch import Lease
 from proxy.pipeline.exchange import Exchange, affinity_key
 from proxy.routing.policy import choose
 from proxy.routing.prefix_index import PrefixIndex
@@ -62,15 +60,15 @@ class Prefills:
     _results: Counter
     _overhead: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))  # seconds
 
-    async def transfer(self, lease: Lease, headers: asgi.HeaderList) -> dict[str, Any] | None:
-        """Parameters with which the leased worker takes the prompt from a prefill worker; None if it computes it.
+    async def transfer(self, exchange: Exchange, headers: asgi.HeaderList) -> dict[str, Any] | None:
+        """Parameters with which its worker takes the prompt from a prefill worker; None if it computes it.
 
         If the client leaves meanwhile, the prefill worker's blocks become free as soon as it can be told.
         """
-        exchange, decoder = lease.exchange, lease.worker
+        decoder, tokens = exchange.at, exchange.slot.prefill_tokens if exchange.slot is not None else 0
         if not _is_suitable(exchange, decoder):
             return None
-        if not self._is_worth_it(lease.prefill_tokens, decoder):
+        if not self._is_worth_it(tokens, decoder):
             self._results.labels(SHORT).inc()
             return None
         worker = self._choose(exchange, decoder)
@@ -78,7 +76,7 @@ class Prefills:
             self._results.labels(NO_PREFILL_WORKER).inc()
             return None
         began = time.perf_counter()
-        slot = Slot(worker, lease.prefill_tokens)
+        slot = Slot(worker, tokens)
         try:
             params = await self._ask(exchange, worker, decoder, headers)
         finally:
@@ -105,13 +103,10 @@ class Prefills:
     def _choose(self, exchange: Exchange, decoder: Worker) -> Worker | None:
         """A prefill worker of the model that names prompts as `decoder` does; recorded as chosen."""
         model = exchange.model
-        if not self._pool.serving(model) or (decoder.serves(model) and not self._pool.lists(model)):
+        if not (serving := self._pool.serving(model)) or (decoder.serves(model) and not self._pool.lists(model)):
             return None  # an adapter that only the other workers have, among them
-        try:
-            workers = [worker for worker in self._pool.for_model(exchange.model) if _hand_over(worker, decoder)]
-        except NoWorker:
-            return None
-        workers = [worker for worker in workers if worker.has_room]
+        fit = self._pool.for_model(model, serving)
+        workers = [worker for worker in fit if worker.has_room and _hand_over(worker, decoder)]
         if not workers:
             return None
         found = exchange.prompt.found
@@ -143,7 +138,7 @@ class Prefills:
         except Broken:
             self._pool.record_failure(worker, body.raw)
             return None
-        worker.answered()
+        worker.answered_at = time.monotonic()
         # From here on its blocks are held for the answer, whether the client waits for it or not.
         reading = asyncio.create_task(_params_in(response))
         try:
@@ -192,7 +187,7 @@ def _is_suitable(exchange: Exchange, decoder: Worker) -> bool:
         return False
     if decoder.engine is None or not decoder.engine.loads_prefills or not decoder.takes_hints:
         return False
-    if decoder.cache.salt(body) is not None or body.get("n") not in (None, 1) or any(map(body.get, _ALONE)):
+    if decoder.salt(body) is not None or body.get("n") not in (None, 1) or any(map(body.get, _ALONE)):
         return False
     prompt = body.get("prompt")
     is_ids = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -67,8 +67,9 @@ class PromptReader:
 
     async def find(self, exchange: Exchange) -> None:
         """Read the prompt of a parsed request, once workers are there that serve its model."""
-        with exchange.timings.waiting():
-            workers = await self._pool.find(exchange.model)
+        if not (workers := self._pool.listing(exchange.model)):
+            with exchange.timings.waiting():
+                workers = await self._pool.find(exchange.model)
         exchange.prompt = self.read(exchange, workers)
 
     def read(self, exchange: Exchange, workers: Sequence[Worker]) -> Prompt:
@@ -93,7 +94,8 @@ class PromptReader:
             prompt = Prompt(found=Found(failure="no_facts"))
         if prompt.found is not None:
             self._lookups(prompt.found.result).inc()
-        return prompt._replace(chat=chat, tokens=tokens, rewrites=rewrites)
+        prompt.chat, prompt.tokens, prompt.rewrites = chat, tokens, rewrites
+        return prompt
 
     def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
         size = len(exchange.body.raw)

@@ -23,7 +23,7 @@ from proxy.metrics import Metrics
 from proxy.pipeline import cacheable
 from proxy.pipeline.cacheable import HEADER, KEPT, Directives, Ending, may_keep
 from proxy.pipeline.dispatch import Dispatcher
-from proxy.pipeline.exchange import Exchange
+from proxy.pipeline.exchange import Exchange, id_header
 from proxy.pipeline.forward import ResponseRelay
 from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import Entry, Source, StoredAnswers, grouped, weight_of
@@ -91,32 +91,34 @@ class ResponseCache(Part):
         """From what is stored, after waiting for an equal request that is being computed, or from a worker."""
         api_key, result = exchange.head.key, b"hit"
         key, may_wait = cacheable.digest(exchange, self._secret), not told.no_cache and told.max_age != 0
-        lease = self._dispatcher.lease(exchange)
+        dispatcher = self._dispatcher
         try:
             while not told.no_cache:
                 if (entry := self.find(key, exchange.model, told.max_age)) is not None:
-                    lease.unused()
+                    dispatcher.unused(exchange)
                     self._count(result.decode()).inc()
                     await self._deliver(key, entry, exchange, result)
                     return
                 flight = self.flight(key) if may_wait else None
-                if flight is not None and (lease.has_slot or api_key is None or api_key.has_room):
+                if flight is not None and (exchange.slot is not None or api_key is None or api_key.has_room):
                     result, may_wait = b"joined", False
-                    with exchange.timings.waiting(), self._dispatcher.counted(api_key):
-                        lease.unused()
-                        await flight.wait(self._patience if exchange.body.parsed.get("stream") else None)
-                elif lease.has_slot:
+                    with exchange.timings.waiting(), dispatcher.counted(api_key):
+                        dispatcher.unused(exchange)
+                        with contextlib.suppress(TimeoutError):
+                            async with asyncio.timeout(self._patience if exchange.body.parsed.get("stream") else None):
+                                await flight.landed.wait()
+                elif exchange.slot is not None:
                     break
                 else:  # an equal request may begin or end meanwhile
-                    await self._dispatcher.acquire(lease)
-            if not lease.has_slot:
-                await self._dispatcher.acquire(lease)
+                    await dispatcher.acquire(exchange)
+            if exchange.slot is None:
+                await dispatcher.acquire(exchange)
             self._count("miss").inc()
             with Flight(self, key, exchange) as flight:
                 exchange.send = flight.send
-                await self._relay.forward(lease)
+                await self._relay(exchange)
         finally:
-            lease.release()
+            dispatcher.release(exchange)
 
     def find(self, key: bytes, model: Any, max_age: float | None = None) -> Entry | None:
         """The stored answer, if it still stands and is not older than `max_age` seconds. It has to be returned."""
@@ -141,7 +143,7 @@ class ResponseCache(Part):
         """Send an answer that was found, with the time since it was computed (RFC 9111, 5.1), and return it."""
         try:
             age = (b"age", str(int(time.monotonic() - entry.stored)).encode())
-            headers = [*entry.headers, age, exchange.head.id_header, (HEADER, result)]
+            headers = [*entry.headers, age, id_header(exchange.head.request_id), (HEADER, result)]
             await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
             for number, piece in enumerate(entry.pieces, 1):
                 more = number < len(entry.pieces)
@@ -193,12 +195,6 @@ class Flight:
         self._refuse()
         if self._cache.flights.get(self._key) is self:
             del self._cache.flights[self._key]
-
-    async def wait(self, seconds: float | None) -> None:
-        """Wait for its end, so long at most. If its answer is one for others, it is stored then."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.landed.wait()
 
     async def send(self, message: asgi.Scope) -> None:
         """The next part of the answer, as ASGI has it."""

@@ -7,7 +7,7 @@ for it in a long time. What somebody still reads is counted until it has been re
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from sys import getsizeof
@@ -91,6 +91,15 @@ class Entry:
         self.weight = ENTRY_BYTES + held
 
 
+@dataclass(slots=True, eq=False)
+class _Share:
+    """What an owner has of the bound."""
+
+    held: int = 0  # bytes
+    fixed: int = 0  # of them, those of what cannot go
+    idle: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)  # what may go, the first of them first
+
+
 @dataclass(eq=False)
 class StoredAnswers:
     """Answers by their requests' digests."""
@@ -98,10 +107,8 @@ class StoredAnswers:
     _most: int  # bytes
     _evicted: Callable[[], None]  # called for each answer that goes because others need its room
     _entries: dict[bytes, Entry] = field(default_factory=dict)
-    _idle: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)  # may go, the first of them first
-    _idle_of: dict[str | None, OrderedDict[bytes, None]] = field(default_factory=dict)  # the same by owner
-    _held_of: Counter[str | None] = field(default_factory=Counter)  # bytes, by owner
-    _fixed_of: Counter[str | None] = field(default_factory=Counter)  # of them, those of what cannot go
+    _idle: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)  # of all owners
+    _shares: defaultdict[str | None, _Share] = field(default_factory=lambda: defaultdict(_Share))  # by owner
     _fixed: int = 0
     size: int = 0  # bytes
 
@@ -122,7 +129,7 @@ class StoredAnswers:
         if entry.weight > self.largest or not self._makes_room(entry.owner, entry.weight):
             return False
         self._entries[key] = entry
-        self._count(entry.owner, entry.weight)
+        self._count(entry.owner, held=entry.weight)
         self._may_go(key, entry)
         return True
 
@@ -133,7 +140,7 @@ class StoredAnswers:
         entry.is_gone = True
         if not entry.readers:
             self._stays(key, entry)
-            self._count(entry.owner, -entry.weight)
+            self._count(entry.owner, held=-entry.weight)
 
     def remove_all(self, boot: str | None) -> None:
         """Those that a worker's boot computed; None: all."""
@@ -146,7 +153,7 @@ class StoredAnswers:
             if not self._may_fix(entry.owner, entry.weight):
                 return False
             self._stays(key, entry)
-            self._fix(entry.owner, entry.weight)
+            self._count(entry.owner, fixed=entry.weight)
         entry.readers += 1
         entry.asked = time.monotonic()
         return True
@@ -156,10 +163,8 @@ class StoredAnswers:
         entry.readers -= 1
         if entry.readers:
             return
-        self._fix(entry.owner, -entry.weight)
-        if entry.is_gone:
-            self._count(entry.owner, -entry.weight)
-        else:
+        self._count(entry.owner, held=-entry.weight if entry.is_gone else 0, fixed=-entry.weight)
+        if not entry.is_gone:
             self._may_go(key, entry)
 
     def take(self, owner: str | None, size: int) -> bool:
@@ -171,18 +176,17 @@ class StoredAnswers:
 
     def hold(self, owner: str | None, size: int) -> None:
         """Count bytes of an answer under way, room or not; they are given back by a negative size."""
-        self._count(owner, size)
-        self._fix(owner, size)
+        self._count(owner, held=size, fixed=size)
 
     def _may_fix(self, owner: str | None, size: int) -> bool:
         """Whether so many bytes more may be what cannot go: a key leaves room for others, as it does for bodies."""
         free = self._most - self._fixed - size
-        return free >= 0 and (owner is None or self._fixed_of[owner] + size <= TIMES_WHAT_IS_FREE * free)
+        return free >= 0 and (owner is None or self._of(owner).fixed + size <= TIMES_WHAT_IS_FREE * free)
 
     def _makes_room(self, owner: str | None, size: int) -> bool:
         """Whether so many bytes of an owner fit, once others have gone that have to."""
         while self.size + size > self._most:
-            if (key := self._next_to_go(owner, self._held_of[owner] + size)) is None:
+            if (key := self._next_to_go(owner, self._of(owner).held + size)) is None:
                 return False
             self.remove(key)
             self._evicted()
@@ -195,32 +199,22 @@ class StoredAnswers:
         oldest, entry = next(iter(self._idle.items()))
         if time.monotonic() - entry.asked > STALE_SECONDS:
             return oldest
-        most = max(self._idle_of, key=self._held_of.__getitem__)
-        of = self._idle_of[most] if self._held_of[most] >= wanted else self._idle_of.get(owner)
-        return next(iter(of)) if of else None
+        most = max((share for share in self._shares.values() if share.idle), key=lambda share: share.held)
+        return next(iter(most.idle if most.held >= wanted else self._of(owner).idle), None)
+
+    def _of(self, owner: str | None) -> _Share:
+        return self._shares.get(owner) or _Share()
 
     def _may_go(self, key: bytes, entry: Entry) -> None:
-        self._idle[key] = entry
-        self._idle_of.setdefault(entry.owner, OrderedDict())[key] = None
+        self._idle[key] = self._shares[entry.owner].idle[key] = entry
 
     def _stays(self, key: bytes, entry: Entry) -> None:
-        del self._idle[key]
-        of = self._idle_of[entry.owner]
-        del of[key]
-        if not of:
-            del self._idle_of[entry.owner]
+        del self._idle[key], self._shares[entry.owner].idle[key]
 
-    def _count(self, owner: str | None, size: int) -> None:
-        self.size += size
-        _add(self._held_of, owner, size)
-
-    def _fix(self, owner: str | None, size: int) -> None:
-        self._fixed += size
-        _add(self._fixed_of, owner, size)
-
-
-def _add(counts: Counter[str | None], owner: str | None, size: int) -> None:
-    """A key that holds nothing is not in the table: keys come and go."""
-    counts[owner] += size
-    if not counts[owner]:
-        del counts[owner]
+    def _count(self, owner: str | None, held: int = 0, fixed: int = 0) -> None:
+        """So many bytes more. An owner who holds nothing is not in the table: keys come and go."""
+        share = self._shares[owner]
+        share.held, share.fixed = share.held + held, share.fixed + fixed
+        self.size, self._fixed = self.size + held, self._fixed + fixed
+        if not share.held:
+            del self._shares[owner]

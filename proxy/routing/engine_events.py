@@ -117,7 +117,7 @@ class EngineEvents(Part):
         feed = self._feeds[worker.url]
         ahead = worker.engine.ahead if worker.engine is not None else 0
         feed.held_states.sent(request_id, boundaries, entries, worker.boot, ahead)
-        self._ensure_reader(worker, feed)
+        self.follow(worker)
 
     def refused(self, worker: Worker, request_id: str) -> None:
         """The worker answered with an error: what was recorded for the request is not held."""
@@ -139,7 +139,7 @@ class EngineEvents(Part):
         feed = self._feeds[worker.url]
         if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
-            self._ensure_reader(worker, feed)
+            self.follow(worker)
             await asyncio.wait((reported,), timeout=PATIENCE)
             feed.waiting.pop(request_id, None)
         return feed.outcomes.pop(request_id, None)
@@ -164,15 +164,13 @@ class EngineEvents(Part):
             feed.pins.pop(request_id, None)
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        """That of a worker with the plugin is read from its first request on, whatever that is, till it is removed.
-
-        Also while it tries its drafts, though nothing is sent to it.
-        """
-        if change is Change.TRIES or (change is Change.GIVEN and worker.engine is not None):
-            self._ensure_reader(worker, self._feeds[worker.url])
+        """It is followed while it tries its drafts, too, though nothing is sent to it, and until it is removed."""
+        if change is Change.TRIES:
+            self.follow(worker)
         feed = self._feeds.pop(worker.url, None) if change is Change.REMOVED else None
         if feed is not None and feed.reader is not None:
             feed.reader.cancel()
+            worker.is_followed = False  # its task may not have begun
 
     async def aclose(self) -> None:
         readers = [feed.reader for feed in self._feeds.values() if feed.reader is not None]
@@ -180,7 +178,9 @@ class EngineEvents(Part):
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
 
-    def _ensure_reader(self, worker: Worker, feed: _FeedReader) -> None:
+    def follow(self, worker: Worker) -> None:
+        """Read the feed of a worker with the plugin: from its first request on, whatever that is."""
+        feed = self._feeds[worker.url]
         if (feed.reader is None or feed.reader.done()) and time.monotonic() >= feed.silent_until:
             feed.reader = asyncio.create_task(self._follow(worker, feed))
             worker.is_followed = True
@@ -252,10 +252,11 @@ class EngineEvents(Part):
             logger.error("events reported by worker %s: %s", worker.name, type(failed).__name__)
             feed.held_states.forget_all(worker.boot)
         yield from self._tell(worker, feed, events)
-        worker.draft_gate = None
+        gate = None
         if line.drafts is not None:
             state, figures = map(printable, line.drafts)
-            worker.draft_gate = GateReport(state, figures, time.perf_counter())
+            gate = GateReport(state, figures, time.perf_counter())
+        worker.hear_of_drafts(gate)
         feed.boot, feed.cursor, feed.load = line.boot, line.cursor, Load(*line.load) if line.load else None
         worker.others = feed.load or Load()
 

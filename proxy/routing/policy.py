@@ -79,7 +79,8 @@ def choose(
     # Few of many workers hold anything of a prompt: all else is done for those few.
     by_length: dict[int, list[tuple[Worker, int]]] = {}  # with what each has to do
     for worker, work in [pair for pair in zip(workers, loads, strict=True) if pair[0].boot in held] if held else ():
-        if usable := _usable(worker, held):
+        unit = worker.match_unit  # a shared head too short to be found is no reason to crowd one worker
+        if unit and (usable := held[worker.boot].tokens // unit * unit):
             by_length.setdefault(usable, []).append((worker, work))
     near: list[tuple[Worker, int]] = []
     shorter = {length: min(work for _, work in holders) for length, holders in by_length.items()}
@@ -102,10 +103,3 @@ def choose(
     # Equally idle ones in turn: that spreads new prefixes.
     idle = min(work for _, work in near) + unseen
     return min(near, key=lambda pair: (max(idle, pair[1]), pair[0].dispatched))[0]
-
-
-def _usable(worker: Worker, held: Mapping[str, Holding]) -> int:
-    """Held tokens in whole match units: a shared head too short to be found is no reason to crowd one worker."""
-    holding = held.get(worker.boot)
-    unit = worker.match_unit
-    return holding.tokens // unit * unit if holding is not None and unit else 0

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from msgspec import Struct
 from prometheus_client import Counter
 
 from proxy.boundaries.boundary import Boundary, Entry
@@ -18,7 +18,7 @@ from proxy.boundaries.boundary import Boundary, Entry
 ENTRY_BYTES, HOLDER_BYTES = 500, 100
 
 
-class Holding(NamedTuple):
+class Holding(Struct, order=True):
     """The longest prefix of a request that a worker holds."""
 
     tokens: int  # that a request finds, in whole match units once the engine has reported them
@@ -63,33 +63,32 @@ class PrefixIndex:
         Of those that have an entry, only what the `hint` says; None: all.
         """
         for boundary in boundaries:
-            is_kept = hint is None or boundary.entry is None or boundary.entry in hint or boundary.tokens in hint
-            self._record(boundary.key, boundary.tokens, boundary.estimate, boot, is_kept)
+            key, entry, tokens = boundary.key, boundary.entry, boundary.tokens
+            prefix = self._prefixes.get(key)
+            if prefix is None:
+                prefix = self._prefixes[key] = Prefix(tokens, boundary.estimate)
+                self._bytes += ENTRY_BYTES - HOLDER_BYTES
+            else:
+                self._prefixes.move_to_end(key)
+                if tokens and not prefix.tokens:
+                    prefix.tell(tokens)
+            if boot not in prefix.held:
+                self._bytes += HOLDER_BYTES
+            if not prefix.held.get(boot):
+                is_kept = hint is None or entry is None or entry in hint or tokens in hint
+                prefix.held[boot] = (prefix.tokens or prefix.estimate or 1) if is_kept else 0
+            while self._bytes > self._size and len(self._prefixes) > 1:
+                _, gone = self._prefixes.popitem(last=False)
+                self._bytes -= ENTRY_BYTES + (len(gone.held) - 1) * HOLDER_BYTES
+                if self._evictions is not None:
+                    self._evictions.inc()
 
     def record_remote(self, key: bytes, tokens: int, boot: str) -> None:
         """Another gateway's prefix is held by the worker that booted as `boot`; a length known here stands."""
-        self._record(key, tokens, tokens, boot, is_kept=True)
-
-    def _record(self, key: bytes, tokens: int, estimate: int, boot: str, is_kept: bool) -> None:
-        prefix = self._prefixes.get(key)
-        if prefix is None:
-            prefix = self._prefixes[key] = Prefix(tokens, estimate)
-            self._bytes += ENTRY_BYTES - HOLDER_BYTES
-        else:
-            self._prefixes.move_to_end(key)
-            if tokens and not prefix.tokens:
-                prefix.tell(tokens)
-        if boot not in prefix.held:
-            self._bytes += HOLDER_BYTES
-        prefix.held[boot] = prefix.held.get(boot) or (prefix.size if is_kept else 0)
-        while self._bytes > self._size and len(self._prefixes) > 1:
-            _, gone = self._prefixes.popitem(last=False)
-            self._bytes -= ENTRY_BYTES + (len(gone.held) - 1) * HOLDER_BYTES
-            if self._evictions is not None:
-                self._evictions.inc()
+        self.record([Boundary("learned", key, None, tokens, tokens)], boot)
 
     def set_length(self, key: bytes, tokens: int) -> None:
-        if (prefix := self._prefixes.get(key)) is not None and tokens > 0:
+        if (prefix := self._prefixes.get(key)) is not None and tokens > 0 and tokens != prefix.tokens:
             prefix.tell(tokens)
 
     def set_held(self, key: bytes, boot: str, tokens: int) -> None:
@@ -118,28 +117,31 @@ class PrefixIndex:
 
     def longest(self, prefixes: Sequence[bytes], boots: Collection[str]) -> dict[str, Holding]:
         """For each of `boots` (a set, if they are many), the deepest of `prefixes`, shortest first, that it holds."""
-        found: dict[str, Holding] = {}
-        for key in reversed(prefixes):
-            if len(found) == len(boots):
-                break
-            if (prefix := self._prefixes.get(key)) is None:
-                continue
-            for boot, tokens in prefix.held.items():
-                if tokens and boot not in found and boot in boots:
-                    found[boot] = Holding(tokens, key, bool(prefix.tokens))
-        return found
+        return self.look_up(prefixes, boots, ())[0]
 
     def sent(self, prefixes: Sequence[bytes], boots: Collection[str]) -> Prefix | None:
         """The deepest of `prefixes` that any of `boots` was sent, held or not; None if none was."""
-        for key in reversed(prefixes):
-            prefix = self._prefixes.get(key)
-            if prefix is not None and any(boot in boots for boot in prefix.held):
-                return prefix
-        return None
+        return self.look_up(prefixes, (), boots)[1]
 
-    def ever_sent(self, prefixes: Sequence[bytes]) -> Prefix | None:
-        """The deepest of `prefixes` that any worker, running or gone, was ever sent; None if none was."""
-        return next((self._prefixes[key] for key in reversed(prefixes) if key in self._prefixes), None)
+    def look_up(
+        self, prefixes: Sequence[bytes], boots: Collection[str], sent_to: Collection[str]
+    ) -> tuple[dict[str, Holding], Prefix | None, Prefix | None]:
+        """In one walk: `longest`, what any of `sent_to` was `sent`, and what any worker was, running or gone."""
+        found: dict[str, Holding] = {}
+        sent = ever_sent = None
+        for key in reversed(prefixes):
+            if (prefix := self._prefixes.get(key)) is None:
+                continue
+            if ever_sent is None:
+                ever_sent = prefix
+            for boot, tokens in prefix.held.items():
+                if sent is None and boot in sent_to:
+                    sent = prefix
+                if tokens and boot not in found and boot in boots:
+                    found[boot] = Holding(tokens, key, bool(prefix.tokens))
+            if len(found) == len(boots) and (sent is not None or not sent_to):
+                break
+        return found, sent, ever_sent
 
     def __len__(self) -> int:
         return len(self._prefixes)

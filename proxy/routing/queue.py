@@ -34,10 +34,7 @@ class AdmissionQueue:
     def __init__(self, most: int, timeout: float, seconds: Histogram) -> None:
         """At most `most` requests wait, each `timeout` seconds; `seconds` observes how long they did."""
         self._most, self._timeout, self._seconds = most, timeout, seconds
-        self._queue: dict[_Waiter, None] = {}  # in order of arrival
-
-    def __len__(self) -> int:
-        return len(self._queue)
+        self.waiting: dict[_Waiter, None] = {}  # in order of arrival
 
     async def acquire(
         self,
@@ -58,7 +55,7 @@ class AdmissionQueue:
             return slot
         self._refuse_if_full(key)
         waiter = _Waiter(key, wants, take, asyncio.get_running_loop().create_future())
-        self._queue[waiter] = None
+        self.waiting[waiter] = None
         if key is not None:
             key.queued += 1
         started = time.perf_counter()
@@ -79,7 +76,7 @@ class AdmissionQueue:
     def wake(self) -> None:
         """A slot may have become free."""
         full: set[Hashable] = set()
-        for waiter in list(self._queue):
+        for waiter in list(self.waiting):
             if waiter.wants in full or waiter.future.done() or not _may_go(waiter.key):
                 continue
             found = None
@@ -92,21 +89,21 @@ class AdmissionQueue:
                 waiter.future.set_result(found)
 
     def _forget(self, waiter: _Waiter) -> None:
-        if waiter in self._queue:
-            del self._queue[waiter]
+        if waiter in self.waiting:
+            del self.waiting[waiter]
             if waiter.key is not None:
                 waiter.key.queued -= 1
 
     def _is_next(self, key: ApiKey | None, wants: Hashable) -> bool:
         """Whether no request for the same slots could go first: one that waits for its key's own limit could not."""
-        queue = self._queue
+        queue = self.waiting
         return _may_go(key) and not (queue and any(each.wants == wants and _may_go(each.key) for each in queue))
 
     def _refuse_if_full(self, key: ApiKey | None) -> None:
         if key is not None and key.queued >= key.entry.max_queued:
             raise KeyBusy(f"{key.queued} requests of this API key are waiting already (max_queued in the keys file).")
-        if len(self._queue) >= self._most:
-            raise self._refusal(key, f"{len(self._queue)} requests are waiting already")
+        if len(self.waiting) >= self._most:
+            raise self._refusal(key, f"{len(self.waiting)} requests are waiting already")
 
     @staticmethod
     def _refusal(key: ApiKey | None, why: str) -> GatewayError:

@@ -93,7 +93,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         },
         "day": [[sums.prompt, sums.shareable, sums.came] for sums in sums.by_ten_minutes()],
         "inflight": sum(worker.inflight for worker in pool),
-        "queued": len(gateway.queue),
+        "queued": len(gateway.queue.waiting),
         "requests": [explanation.as_json() for explanation in newest],
         "words": {reason: words._asdict() for reason, words in REASON_TEXT.items()},
     }

@@ -271,9 +271,9 @@ async def test_what_a_worker_says_of_its_drafts_decides_its_hints_and_is_seen_an
 
 async def test_a_worker_in_quarantine_gets_the_salt_and_no_other_change(in_memory, worker):
     own = await in_memory(worker)
-    cache = own.gateway.pool.workers[0].cache
-    cache.quarantine()
-    salt = cache.salt({"model": "m"})
+    (asked,) = own.gateway.pool.workers
+    asked.quarantine()
+    salt = asked.salt({"model": "m"})
 
     def sent() -> dict:
         return json.loads(worker.requests[-1].body)
@@ -293,6 +293,6 @@ async def test_a_worker_in_quarantine_gets_the_salt_and_no_other_change(in_memor
     await own.post(chat("Tide?", cache_salt=""))
     assert sent()["cache_salt"] == ""
     worker.boot = "1.8e+09"
-    await until(lambda: cache.salt({"model": "m"}) is None)
+    await until(lambda: asked.salt({"model": "m"}) is None)
     await own.post(chat("Tide?"))
     assert "cache_salt" not in sent()

@@ -197,7 +197,7 @@ def busy(worker: RecordingWorker) -> Iterator[OwnGateway]:
         for thread in asking:
             thread.start()
         try:
-            wait_for(lambda: len(own.gateway.queue) == 1)
+            wait_for(lambda: len(own.gateway.queue.waiting) == 1)
             yield own
         finally:
             worker.hold.clear()

@@ -100,7 +100,7 @@ def hint_at(worker: RecordingWorker) -> list[Any]:
 def compared(own: OwnGateway, checked: int, differs: int, hints_off: bool) -> None:
     """As if the self-check had come to this."""
     own.gateway.self_check.checked, own.gateway.self_check.differs = checked, differs
-    own.gateway.pool.workers[0].cache.hints_allowed = not hints_off
+    own.gateway.pool.workers[0].hints_allowed = not hints_off
 
 
 def knows_templates(gateway: Server) -> bool:

@@ -27,7 +27,8 @@ def pool_of(upstream: Upstream, *names: str, engine: EngineInfo | None = None) -
     settings = Settings(worker=tuple(f"http://{name}" for name in names))
     pool = WorkerPool(settings, upstream, metrics, FactsLearner(), IdleWork(), Shelf(metrics))
     for worker in pool.workers:
-        worker.up, worker.probed = True, probed(worker.name, engine, "m")
+        worker.up = True
+        worker.learn(probed(worker.name, engine, "m"))
         worker.renderer_ids["m"] = b"one"
     pool._reconcile()  # with them, it knows their names
     return pool

@@ -53,7 +53,7 @@ class Client:
         self.served = SimpleNamespace(is_left=False, on_left=None)
         self.watch = asgi.ClientWatch({asgi.SERVED: self.served}, _nothing)
         self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got, watch=self.watch)
-        self.request.body.take(json.loads(raw), self.request.head, asks_usage=False)
+        self.request.take(json.loads(raw), asks_usage=False)
         self.head: dict[bytes, bytes] = {}
         self.body, self.ended = b"", False
         self.reads = asyncio.Event()

@@ -21,7 +21,7 @@ from proxy.fleet import worker as worker_module
 from proxy.fleet.part import Part, Shelf
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.probe import Probed
-from proxy.fleet.worker import BREAKER_FAILURES, OPEN, TRIAL, CacheQuarantine, CircuitBreaker, GateReport, Worker
+from proxy.fleet.worker import BREAKER_FAILURES, ON, OPEN, TRIAL, CircuitBreaker, GateReport, Worker
 from proxy.fleet.worker_metrics import EngineInfo, WorkerMetrics
 from proxy.http.client import Broken, Exhausted, Silent, Unreachable
 from proxy.metrics import Metrics
@@ -92,14 +92,14 @@ async def test_a_worker_that_stays_in_the_file_stays_the_same_with_its_requests_
     await pool.check_all()
     (kept,) = pool.workers
     kept.inflight = 3
-    kept.cache.quarantine()
+    kept.quarantine()
     for urls in ((B,), (B, A)):  # taken out while it answers, and put back
         file.write_text("".join(f'[[worker]]\nurl = "{url}"\nmax_inflight = 3\n' for url in urls))
         pool.refresh()
     await pool.check_all()
     assert [worker.url for worker in pool.workers] == [B, A] and pool.workers[1] is kept
     assert (kept.inflight, kept.has_room, kept.up) == (3, False, True)
-    assert not kept.cache.hints_allowed and kept.cache.salt({"model": "m"})
+    assert not kept.hints_allowed and kept.salt({"model": "m"})
 
 
 HERE, THERE = "http://127.0.0.1:1", "http://localhost:1"
@@ -163,7 +163,7 @@ async def test_a_list_of_models_that_makes_no_sense_harms_its_own_worker_alone(b
     a.cards = [{"id": "m"}, {"id": "n", "parent": ["m"]}]
     await both.check_all()
     first, second = both.workers
-    assert (first.up, second.up) == (False, True) and both.for_model("m") == [second]
+    assert (first.up, second.up) == (False, True) and both.for_model("m", both.serving("m")) == [second]
     both.discover(())  # reads the names of all
     b.boot = "2.0"
     await both.check_all()
@@ -262,7 +262,7 @@ async def test_a_worker_that_sleeps_is_well_and_gets_nothing_until_it_is_woken(b
     worker, other = both.workers
     known, a.sleeps = worker.probed, (1,)
     await both.check_all()
-    assert (worker.up, worker.is_asleep, both.for_model("m")) == (False, True, [other])
+    assert (worker.up, worker.is_asleep, both.for_model("m", both.serving("m"))) == (False, True, [other])
     assert worker.boot == known.boot and said(caplog) == ["worker a:1 is asleep (level 1): POST /wake_up wakes it"]
     a.sleeps = (None,)
     await both.check_all()
@@ -315,25 +315,31 @@ async def test_a_worker_that_does_not_answer_for_its_models_is_known_as_before(o
 BODY = {"model": "m"}
 
 
-def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_cache():
-    cache, own = CacheQuarantine(), {**BODY, "cache_salt": "own"}
-    assert cache.salt(own) is None
-    cache.quarantine()
-    apart = cache.salt(BODY)
-    assert (cache.hints_allowed, cache.cache_allowed) == (False, True) and len(apart) >= 16
-    assert (cache.salt({**BODY, "cache_salt": None}), cache.salt(own)) == (apart, "own" + apart)
-    assert [cache.salt({**BODY, "cache_salt": refused}) for refused in ("", 5, ["own"])] == [None] * 3, "vLLM says why"
-    cache.restore()
-    assert cache.hints_allowed and cache.salt(BODY) == apart, "what was doubted stays out of use"
-    cache.restarted()
-    assert cache.salt(BODY) is None
-    for _ in range(2):
-        cache.quarantine()
-    cache.restarted()  # that alone does not bring trust back
-    assert not cache.hints_allowed and not cache.cache_allowed and len({cache.salt(BODY) for _ in range(3)}) == 3
-
-
 ENGINE = EngineInfo("0.3.0", "0.32.0", 16, 384)
+
+
+def worker_of(name: str, **told: str) -> Worker:
+    engine = replace(ENGINE, **told)
+    return Worker(f"http://{name}", WorkerRenderer(None, "http://w", 1.0), probed=probed(name, engine, "m"))
+
+
+def test_a_first_doubt_parts_requests_from_what_was_there_and_a_second_from_the_cache():
+    worker, own = worker_of("w", drafts=ON), {**BODY, "cache_salt": "own"}
+    assert worker.takes_hints and worker.match_unit == 16
+    assert worker.salt(own) is None
+    worker.quarantine()
+    apart = worker.salt(BODY)
+    assert (worker.takes_hints, worker.match_unit) == (False, 16) and len(apart) >= 16
+    assert (worker.salt({**BODY, "cache_salt": None}), worker.salt(own)) == (apart, "own" + apart)
+    assert [worker.salt({**BODY, "cache_salt": refused}) for refused in ("", 5, ["own"])] == [None] * 3, "vLLM says why"
+    worker.restore()
+    assert worker.takes_hints and worker.salt(BODY) == apart, "what was doubted stays out of use"
+    worker.restarted()
+    assert worker.salt(BODY) is None
+    for _ in range(2):
+        worker.quarantine()
+    worker.restarted()  # that alone does not bring trust back
+    assert not worker.takes_hints and not worker.cache_allowed and len({worker.salt(BODY) for _ in range(3)}) == 3
 
 
 @pytest.mark.parametrize(("other", "hint"), [("", ("first:1", -5)), ("update the plugin", ())])
@@ -345,11 +351,10 @@ def test_only_a_worker_with_a_plugin_of_this_release_gets_the_hint(other, hint):
 
 
 def test_of_several_engines_behind_an_address_each_ones_feed_tells_its_gate():
-    engine = replace(ENGINE, drafts=OPEN)
-    worker = Worker("http://w#1", renderer=WorkerRenderer(None, "http://w", 1.0), probed=probed("w#1", engine, "m"))
+    worker = worker_of("w#1", drafts=OPEN)
     assert worker.draft_state == TRIAL
-    worker.draft_gate = GateReport(OPEN, "", read_at=1.0)
-    worker.probed = replace(worker.probed, at=2.0)
+    worker.hear_of_drafts(GateReport(OPEN, "", read_at=1.0))
+    worker.learn(replace(worker.probed, at=2.0))
     assert worker.draft_state == OPEN
 
 
@@ -366,12 +371,12 @@ def test_a_breaker_waits_twice_as_long_only_after_a_trial_that_failed_and_a_minu
         while not breaker.wants_trial:
             clock.now += 0.5
         waits.append(clock.now - began)
-        assert breaker.begin_trial() and not breaker.wants_trial
-        assert not breaker.failed(9)
-        breaker.end_trial()
+        breaker.on_trial = True
+        assert not breaker.wants_trial and not breaker.failed(9)
+        breaker.on_trial = False
     assert waits == [5, 10, 20, 40, 60, 60]
     breaker.reset()
-    assert not breaker.wants_trial and not breaker.begin_trial()
+    assert not breaker.wants_trial
     assert [breaker.failed(request) for request in range(3)] == [False, False, True]
     for seconds, wants in ((4.5, False), (0.5, True)):
         clock.now += seconds

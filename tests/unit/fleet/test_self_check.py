@@ -28,7 +28,6 @@ from proxy.fleet.answer_compare import (
 )
 from proxy.fleet.answer_compare import continuation as asked
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
-from proxy.fleet.part import Change
 from proxy.fleet.self_check import SelfCheck
 from proxy.fleet.worker import Worker
 from proxy.fleet.worker_metrics import EngineInfo
@@ -162,19 +161,13 @@ async def test_a_clients_request_ends_a_check_at_once(worker, engine):
     checking = asyncio.create_task(check._check(worker, watched))
     async with asyncio.timeout(30):
         await computing.wait()
-    check.on_worker(Worker("http://another", renderer=render), Change.GIVEN)
-    for change in (Change.CLEARED, Change.ADAPTER, Change.DISTRUSTED):
-        check.on_worker(worker, change)
-    for _ in range(3):
-        await asyncio.sleep(0)
-    assert not left.is_set()
     worker.dispatched += 1
-    check.on_worker(worker, Change.GIVEN)
+    (judging := worker.self_check).cancel()
     for _ in range(3):
         await asyncio.sleep(0)
     assert left.is_set()
     await checking
-    assert check.checked == 0 and watched.working.cancelled()
+    assert check.checked == 0 and judging.cancelled()
     computing.clear()
     await check._check(worker, watched)
     assert not computing.is_set(), "one that came before a check begins is not met by it"
@@ -235,7 +228,7 @@ async def test_a_worker_that_answers_otherwise_loses_its_hints_and_then_its_cach
     await check._check(worker, watched)
     assert (check.checked, check.differs, check.hints_off, check.cache_off) == (1, 1, True, False)
     assert distrusted == [worker] and watched.checks == 0 and "gets no more hints" in caplog.text
-    salt = worker.cache.salt({"model": "m"})
+    salt = worker.salt({"model": "m"})
     engine.cached_under.add(salt)
     engine.wrong_under.add(salt)
     await check._check(worker, watched)

@@ -292,7 +292,7 @@ class Shadowed:
         for hits in hits_then:
             before = self.worker.probed.hits_before
             later = time.perf_counter() + 1
-            self.worker.probed = replace(probed("w#1", None, "m", hits=hits), at=later, hits_before=before)
+            self.worker.learn(replace(probed("w#1", None, "m", hits=hits), at=later, hits_before=before))
             self.add(cached=None)
             lost.append(await self.loss())
         return lost
@@ -396,11 +396,11 @@ async def test_a_worker_that_does_not_count_its_hits_is_waited_for_three_health_
         running = asyncio.create_task(shadowed.shadow.run())
         for seconds, counts, result in ((patience - 0.5, 0.1, "judged"), (patience, 0.0, "no_usage")):
             began = loop.time()
-            shadowed.worker.probed = replace(shadowed.worker.probed, at=began)  # before it was answered
+            shadowed.worker.learn(replace(shadowed.worker.probed, at=began))  # before it was answered
             shadowed.add(cached=None, at=began)
             await asyncio.sleep(seconds)
             assert result not in shadowed.counted
-            shadowed.worker.probed = replace(shadowed.worker.probed, at=began + counts)
+            shadowed.worker.learn(replace(shadowed.worker.probed, at=began + counts))
             await asyncio.sleep(1.0)
             assert shadowed.counted[result] == 1 and not shadowed.shadow.held
         running.cancel()
@@ -410,7 +410,7 @@ async def test_a_worker_that_does_not_count_its_hits_is_waited_for_three_health_
 async def test_hits_of_another_boot_or_of_a_worker_that_counts_none_any_more_are_nobodys(shadowed, known):
     shadowed.add(cached=None)
     later = {"boot": "w#1", "hits": 0, **known}
-    shadowed.worker.probed = replace(probed(later["boot"], None, "m", hits=later["hits"]), at=time.perf_counter())
+    shadowed.worker.learn(replace(probed(later["boot"], None, "m", hits=later["hits"]), at=time.perf_counter()))
     await shadowed.loss()
     assert shadowed.counted == {"no_usage": 1} and shadowed.shadow.status()["cached_not_told"] == 0
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,7 +23,7 @@ from proxy.idle_work import CpuBudget, IdleWork
 from proxy.observability.reasons import Delivery, Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
 from proxy.pipeline import accounting
-from proxy.pipeline.exchange import Choice, Exchange, Prompt, RequestOutcome, exchange_of
+from proxy.pipeline.exchange import Exchange, Prompt, RequestOutcome, exchange_of
 from proxy.routing.engine_events import EngineOutcome
 from proxy.routing.prefix_index import Prefix
 from tests.harness.in_memory_gateway import InMemoryGateway
@@ -57,11 +58,12 @@ class Scene:
     def request(self, key: ApiKey | None = None, **expected: Any) -> Exchange:
         scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
         request = exchange_of(scope, b"x" * 400, "r", key)
-        request.body.parsed, request.body.hint = dict(CHAT), self.found.entries()
+        request.take(dict(CHAT), asks_usage=False)
+        request.body.hint = self.found.entries()
         request.prompt = Prompt(chat_request(CHAT), found=self.found)
         self.accounting.read(request)
         known = {"failure": None, "sent": None, "sent_here": False, "ever_sent": None, "held": 0, "predicted": 0}
-        request.give(Choice(self.worker, Expectation(**{**known, "match_unit": 16, **expected})))
+        request.give(self.worker, Expectation(**{**known, "match_unit": 16, **expected}))
         return request
 
     async def answered(self, request: Exchange, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
@@ -104,7 +106,7 @@ async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, se
     """Though neither an engine nor the memory of recent requests knows of it any more."""
     request = changed_request(scene)
     prefix = Prefix(sent, 0) if sent is not None else None
-    request.give(Choice(scene.worker, request.expected._replace(ever_sent=prefix)))
+    request.give(scene.worker, request.expected._replace(ever_sent=prefix))
     outcome = EngineOutcome("hit", cached + 12) if cached else EngineOutcome("cold", 0)
     assert await scene.answered(request, Usage(400, cached), outcome) == reason
     assert scene.value("seamark_miss_total", model="m", reason=reason) == (reason != "hit")
@@ -124,7 +126,7 @@ def changed_request(scene: Scene) -> Exchange:
         remembered = RememberedRequest(layout_of(chat, b"renderer"), 1000)
         scene.reader.recent.add(remembered)
     request = scene.request()
-    request.prompt = request.prompt._replace(remembered=remembered)
+    request.prompt.remembered = remembered
     return request
 
 
@@ -158,7 +160,7 @@ async def test_what_fails_beside_an_answer_costs_no_answer_and_its_kind_alone_is
     assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
     request = scene.request()
     scene.found = Found((Boundary("turn", b"t", [7]),))  # no entry
-    request.prompt = request.prompt._replace(found=scene.found)
+    request.prompt.found = scene.found
     outcome = EngineOutcome("cold", 0, (40,))
     assert await scene.answered(request, Usage(100, 0), outcome) is None
     assert "explaining request r: TypeError" in caplog.text
@@ -183,7 +185,7 @@ async def test_what_was_recorded_for_a_request_that_came_to_nothing_is_taken_bac
 
 def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None:
     metrics = worker.probed.metrics._replace(step_times=StepTimes(pass_seconds, token_seconds))
-    worker.probed = replace(worker.probed, metrics=metrics)
+    worker.learn(replace(worker.probed, metrics=metrics))
 
 
 async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, monkeypatch):
@@ -193,7 +195,7 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
     with_pace(gone, 0.0, 0.0)
     for worker in (gone, other):
         request = scene.request()
-        request.give(Choice(worker, request.expected))
+        request.give(worker, request.expected)
         request.reply.failed(200)
         scene.accounting.reported(request, RequestOutcome(200, Usage(100, 60)))
         scene.accounting.settle(request)
@@ -258,11 +260,11 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
         await scene.answered(scene.request(key=key, **expects), Usage(100, cached, 7), *outcome)
         assert counted() == sums
     plain = scene.request(**expects)
-    plain.give(Choice(scene.worker))
+    plain.give(scene.worker)
     await scene.answered(plain, Usage(100, 16, 7))
     assert counted() == [400, 112, 240, 96, 240] and plain.outcome.reason is None
     nowhere = scene.request()
-    nowhere.choice = None
+    nowhere.give(None)
     assert await scene.answered(nowhere, Usage(100, 16, 7)) is None
     assert counted() == [400, 112, 240, 96, 240]
     (used,) = scene.accounting.key_usage.as_json()
@@ -288,9 +290,14 @@ class LeaseScene:
     def request(self, path: str = "/v1/chat/completions", **body: Any) -> Exchange:
         scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
         request = exchange_of(scope, b"x" * 400, "r", self.key)
-        request.body.parsed = {"model": "m", **body}
+        request.take({"model": "m", **body}, asks_usage=False)
         found = Found((SYSTEM,), (b"s",), renderer_id=RENDERER)
         request.prompt = Prompt(found=found, tokens=160)
+        return request
+
+    async def given(self) -> Exchange:
+        """A request with a slot."""
+        await self.dispatcher.acquire(request := self.request())
         return request
 
     def counted(self) -> tuple[int, int, int]:
@@ -309,68 +316,66 @@ async def two(own_of) -> LeaseScene:
 
 
 async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_the_answer_has_begun_or_not(leased):
-    async with leased.dispatcher.lease(leased.request()):
-        leased.events._computed("r", 100, False)
-        assert leased.counted() == (1, 1, 60)
-        leased.events._computed("r", 40, False)  # never more than before
-        leased.events._computed("another gateway's", 160, True)
-        assert leased.counted() == (1, 1, 60)
-        leased.events._computed("r", 200, False)
-        assert leased.counted() == (1, 1, 0)
+    request = await leased.given()
+    # Never more than before.
+    for name, computed, left in (("r", 100, 60), ("r", 40, 60), ("another gateway's", 160, 60), ("r", 200, 0)):
+        leased.events._computed(name, computed, False)
+        assert leased.counted() == (1, 1, left)
+    leased.dispatcher.release(request)
     leased.events._computed("r", 100, False)
     assert leased.counted() == (0, 0, 0)
 
 
 @pytest.mark.parametrize(("held", "reason"), [(0, "cold"), (150, "other_worker")])
 async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two, held, reason):
+    pool, index, moves = two.own.gateway.pool, two.own.gateway.prefix_index, two.dispatcher.move_now
     if held:
-        two.own.gateway.prefix_index.record((SYSTEM._replace(tokens=held),), two.workers[1].boot)
-    async with two.dispatcher.lease(two.request()) as lease:
-        first = lease.worker
-        (other,) = (worker for worker in two.workers if worker is not first)
-        first.max_inflight = 2  # it has room, and is not asked again
-        other.inflight = 1
-        assert not lease.move_now() and lease.worker is first
-        other.inflight = 0
-        if held:
-            two.own.gateway.pool.mark_down(first)  # it could not be reached
-        assert lease.move_now() and lease.worker is other
-        assert (first.inflight, first.prefill_tokens, two.counted()) == (0, 0, (1, 1, 160))
-        assert two.refused_by == [first.boot]
-        # What it shares is what was sent before it came, and who refused it holds that still.
-        two.own.gateway.prefix_index.set_length(b"s", 150)
-        expected = lease.exchange.expected
-        assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
-        for worker in two.workers:
-            two.own.upstream.faults[worker.url] = Unreachable()
-            two.own.gateway.pool.mark_down(worker)
-        assert not lease.move_now() and lease.worker is other
+        index.record((SYSTEM._replace(tokens=held),), two.workers[1].boot)
+    request = await two.given()
+    first = request.worker
+    (other,) = (worker for worker in two.workers if worker is not first)
+    first.max_inflight = 2  # it has room, and is not asked again
+    other.inflight = 1
+    assert not moves(request) and request.worker is first
+    other.inflight = 0
+    if held:
+        pool.mark_down(first)  # it could not be reached
+    assert moves(request) and request.worker is other
+    assert (first.inflight, first.prefill_tokens, two.counted()) == (0, 0, (1, 1, 160))
+    assert two.refused_by == [first.boot]
+    # What it shares is what was sent before it came, and who refused it holds that still.
+    index.set_length(b"s", 150)
+    expected = request.expected
+    assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
+    for worker in two.workers:
+        two.own.upstream.faults[worker.url] = Unreachable()
+        pool.mark_down(worker)
+    assert not moves(request) and request.worker is other
+    two.dispatcher.release(request)
     assert two.counted() == (0, 0, 0)
 
 
-async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there(leased):
-    breaker = leased.workers[0].breaker
-    breaker.is_open, breaker._trial_at = True, 0.0
-    async with leased.dispatcher.lease(leased.request()):
-        assert not breaker.wants_trial
-    assert breaker.wants_trial  # its client has left without an answer
+async def test_a_worker_on_trial_is_on_trial_for_as_long_as_the_request_is_there_which_ends_a_check_of_it(leased):
+    (worker,) = leased.workers
+    worker.breaker.is_open, worker.breaker._trial_at, worker.self_check = True, 0.0, Mock()
+    request = await leased.given()
+    worker.self_check.cancel.assert_called_once()
+    assert not worker.breaker.wants_trial
+    leased.dispatcher.release(request)
+    assert worker.breaker.wants_trial  # its client has left without an answer
 
 
 async def test_a_client_that_leaves_while_it_waits_or_just_as_its_slot_comes_leaves_no_count(leased):
-
-    async def hold() -> None:
-        async with leased.dispatcher.lease(leased.request()):
-            await asyncio.Event().wait()
-
-    async with leased.dispatcher.lease(leased.request()):
-        others = [asyncio.create_task(hold()) for _ in range(2)]
-        await asyncio.sleep(0)
-        assert len(leased.queue) == 2
-        others[0].cancel()  # while it waits
-        await asyncio.gather(others[0], return_exceptions=True)
-        assert (len(leased.queue), leased.counted()) == (1, (1, 1, 160))
+    request = await leased.given()
+    others = [asyncio.create_task(leased.given()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert len(leased.queue.waiting) == 2
+    others[0].cancel()  # while it waits
+    await asyncio.gather(others[0], return_exceptions=True)
+    assert (len(leased.queue.waiting), leased.counted()) == (1, (1, 1, 160))
+    leased.dispatcher.release(request)
     # The slot is the last one's, which does not know yet. Its worker was sent the first 150 tokens before.
-    assert (len(leased.queue), leased.counted()) == (0, (1, 1, 10))
+    assert (len(leased.queue.waiting), leased.counted()) == (0, (1, 1, 10))
     others[1].cancel()
     await asyncio.gather(others[1], return_exceptions=True)
     assert leased.counted() == (0, 0, 0)
@@ -393,10 +398,10 @@ async def test_a_request_and_an_answer_that_it_waits_for_count_once_at_their_key
     leased.key = ApiKey("ann", KeyEntry(sha256="0" * 64, max_inflight=1), "salt")
     with leased.dispatcher.counted(leased.key):  # while it waits for an equal request
         assert leased.counted() == (0, 1, 0)
-        waiting = asyncio.create_task(leased.dispatcher.acquire(lease := leased.dispatcher.lease(leased.request())))
+        waiting = asyncio.create_task(leased.dispatcher.acquire(request := leased.request()))
         await asyncio.sleep(0)
         assert leased.key.queued == 1
     await waiting
     for _ in range(2):
-        lease.release()
-        assert leased.counted() == (0, 0, 0) and lease.prefill_tokens == 0
+        leased.dispatcher.release(request)
+        assert leased.counted() == (0, 0, 0) and request.slot is None

@@ -161,7 +161,7 @@ async def test_who_waits_for_the_same_waits_for_no_longer_than_one_request_may(i
     busy = asyncio.create_task(post(own, chat("long"), **bearer("ann")))
     await until(lambda: own.gateway.pool.workers[0].inflight == 1)
     answers = await asyncio.gather(*(post(own, chat(), **bearer("ann")) for _ in range(12)))
-    assert {each.status_code for each in answers} == {429} and len(own.gateway.queue) == 0
+    assert {each.status_code for each in answers} == {429} and len(own.gateway.queue.waiting) == 0
     computing.hold.clear()
     assert (await busy).status_code == 200 and len(computing.requests) == 1
 
@@ -225,7 +225,7 @@ async def test_what_may_be_an_adapter_is_computed_each_time(in_memory, computing
 def asked(body: Any, path: str = CHAT, headers=(), of: ApiKey | None = None, query: bytes = b"") -> Exchange:
     scope = {"method": "POST", "path": path, "query_string": query, "headers": list(headers)}
     request = exchange_of(scope, json.dumps(body).encode(), "id", of)
-    request.body.take(json.loads(request.body.raw), request.head, asks_usage=True)
+    request.take(json.loads(request.body.raw), asks_usage=True)
     return request
 
 
@@ -514,9 +514,9 @@ TestStoring.settings = settings(stateful_step_count=60)
 @pytest.mark.parametrize(
     ("name", "value", "stands"),
     [
-        ("probed", Probed(boot="1", models=[{"id": "m", "created": 2}]), True),  # vLLM says now each time
-        ("probed", Probed(boot="2", models=[{"id": "m"}]), False),
-        ("probed", Probed(boot="1", models=[{"id": "m", "root": 7}]), False),
+        ("learn", Probed(boot="1", models=[{"id": "m", "created": 2}]), True),  # vLLM says now each time
+        ("learn", Probed(boot="2", models=[{"id": "m"}]), False),
+        ("learn", Probed(boot="1", models=[{"id": "m", "root": 7}]), False),
         ("renderer_ids", {"m": b"another"}, False),
         ("up", False, False),
     ],
@@ -529,6 +529,6 @@ def test_an_entry_stands_as_long_as_its_worker_and_for_whom_it_is_young_enough(
     worker.renderer_ids = {"m": b"template"}
     cache.answers.add(b"k", stored := Entry([], (b"x",), Source.of(worker, "m")))
     monkeypatch.setattr(response_cache.time, "monotonic", lambda: stored.stored + age)
-    setattr(worker, name, value)
+    worker.learn(value) if name == "learn" else setattr(worker, name, value)
     assert (cache.find(b"k", "m", most) is not None) is (stands and age == 10.0)
     assert (cache.answers.size > 0) is stands

@@ -388,11 +388,12 @@ def test_the_lack_of_opentelemetry_is_a_matter_of_the_setting(monkeypatch):
 
 # The class that alone assigns to an attribute of these names, on whatever object.
 WRITERS = {
-    "Reply": {"failure", "started", "_begun_as"},  # which make the status
-    "Exchange": {"choice"},  # and with it the worker and the expectation
+    "Reply": {"failure", "started"},  # which make the status
+    "Exchange": {"expected", "response_id", "kept_id"},
+    "Dispatcher": {"slot", "under_way"},  # of an API key
     "Slot": {"inflight", "prefill_tokens", "dispatched"},
-    "WorkerPool": {"probed", "up"},  # what a worker says of itself
-    "count_at": {"under_way"},  # of an API key
+    "Worker": {"probed", "takes_hints", "match_unit", "draft_gate"},  # what a worker says of itself
+    "WorkerPool": {"up"},
     "Accounting": {"outcome", "record", "reason", "shareable", "change"},  # of the explanation
     "Record": {"_amended", "_so_far"},
 }

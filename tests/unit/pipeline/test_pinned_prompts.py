@@ -199,7 +199,7 @@ class Scene:
         pool = pool_of(ScriptedUpstream(), *(names or ("a",)), engine=engine)
         self.workers = pool.workers
         for worker in self.workers:
-            worker.probed = probed(worker.name, engine, "m", "n")
+            worker.learn(probed(worker.name, engine, "m", "n"))
         self.said: Any = "pinned"  # a word, an answer, an error, or a function of the worker's name and the wish
         self.sent: list[tuple[str, str, bool]] = []  # to whom, which text, and whether it is to be pinned
         self.found = Found((Boundary("system", b"s", "first:1"),), (b"s",), renderer_id=b"one")
@@ -298,7 +298,7 @@ async def test_a_prompt_is_refused_if_no_worker_has_room_and_kept_if_any_has():
     scene.said = lambda name, pin: "no_room" if name == "a" else "failed-in-its-own-way"
     assert set((await scene.add("rules"))["workers"].values()) == {"no_room", "failed-in-its-own-way"}
     for worker in scene.workers:
-        worker.probed = probed(worker.boot, worker.engine, "n")
+        worker.learn(probed(worker.boot, worker.engine, "n"))
     scene.said = "no_room"
     assert set((await scene.add("more"))["workers"].values()) == {"waiting"}  # nobody serves it
 
@@ -444,7 +444,7 @@ async def test_a_replay_is_counted_and_its_cost_if_it_was_computed(said, told):
     labels = {"worker": "w", "result": "done" if told else "failed"}
     assert metrics.registry.get_sample_value("seamark_replays_total", labels) == 1
     assert accounting.replayed.mock_calls == [call("m", worker, usage) for usage in told]
-    worker.cache.hints_allowed = False
+    worker.quarantine()
     await part.prepare(worker)
     assert len(upstream.sent) == 1
 

@@ -19,8 +19,7 @@ from proxy.http.client import Broken, Stale, Unreachable
 from proxy.metrics import Metrics
 from proxy.pipeline import prefill as module
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.dispatch import Lease
-from proxy.pipeline.exchange import Choice, Exchange, Prompt, exchange_of
+from proxy.pipeline.exchange import Exchange, Prompt, exchange_of
 from proxy.pipeline.prefill import Prefills
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.settings import Settings
@@ -126,15 +125,15 @@ class Scene:
         parsed = {"model": "m", "messages": [{"role": "user", "content": "Tide?"}], **body}
         scope = {"method": method, "path": path, "query_string": b"", "headers": []}
         request = exchange_of(scope, json.dumps(parsed).encode(), "r")
-        request.body.take(parsed, request.head, asks_usage=False)
+        request.take(parsed, asks_usage=False)
         request.prompt = Prompt(found=FOUND)
         return request
 
     async def transfer(self, request: Exchange | None = None, tokens: int = 5000) -> dict[str, Any] | None:
         request = request or self.request()
-        request.give(Choice(self.decoder))
-        lease = Lease(None, request, _slot=Slot(self.decoder, tokens))  # type: ignore[arg-type]
-        return await self.prefills.transfer(lease, [])
+        request.give(self.decoder)
+        request.slot = Slot(self.decoder, tokens)
+        return await self.prefills.transfer(request, [])
 
     @property
     def results(self) -> dict[str, float]:
@@ -178,7 +177,7 @@ async def test_a_call_is_worth_what_it_has_cost_beside_the_computing(monkeypatch
     (prefill,) = scene.workers
 
     def learn_pace(worker: Worker) -> None:
-        worker.probed = probed(worker.name, worker.engine, "m", step_times=StepTimes(0.25, 2**-10))
+        worker.learn(probed(worker.name, worker.engine, "m", step_times=StepTimes(0.25, 2**-10)))
 
     learn_pace(scene.decoder)
     assert await scene.transfer(tokens=512) is None and scene.results == {"short": 1}
@@ -218,6 +217,7 @@ async def test_without_a_worker_that_fits_the_prompt_is_computed_where_it_is_ans
     for name, value in known.items():
         setattr(prefill, name, value)
     if "probed" in known:
+        prefill.learn(known["probed"])
         scene.pool._reconcile()  # with it, the pool knows its names
     assert await scene.transfer() is None
     assert scene.results == {"no_worker": 1} and not scene.upstream.sent
@@ -226,10 +226,10 @@ async def test_without_a_worker_that_fits_the_prompt_is_computed_where_it_is_ans
 @pytest.mark.parametrize(
     "lacks",
     [
-        lambda worker: setattr(worker, "probed", probed("d", None, "m")),
-        lambda worker: setattr(worker, "probed", probed("d", replace(ENGINE, connector=""), "m")),
-        lambda worker: setattr(worker.cache, "hints_allowed", False),
-        lambda worker: (worker.cache.quarantine(), worker.cache.restore()),  # which leaves it a salt
+        lambda worker: worker.learn(probed("d", None, "m")),
+        lambda worker: worker.learn(probed("d", replace(ENGINE, connector=""), "m")),
+        lambda worker: worker.quarantine(),
+        lambda worker: (worker.quarantine(), worker.restore()),  # which leaves it a salt
     ],
 )
 async def test_a_worker_that_cannot_take_a_prompt_computes_it(lacks):
@@ -325,7 +325,7 @@ class AdapterScene:
         self.workers = pool.workers
         for worker in self.workers:
             cards = [{"id": "m"}, {"id": "tide-lora", "parent": "m", "root": "/x"}]
-            worker.probed = Probed(boot=worker.name, models=cards)
+            worker.learn(Probed(boot=worker.name, models=cards))
         pool.ask_models = AsyncMock()  # type: ignore[method-assign]
         self.changes = AdapterChanges([pool], self.upstream, 7.0)
 
@@ -342,7 +342,7 @@ class AdapterScene:
         parsed = {**ADAPTER, **body}
         scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
         request = exchange_of(scope, json.dumps(parsed).encode(), "r", None, send)
-        request.body.parsed = parsed
+        request.take(parsed, asks_usage=False)
         await self.changes.serve(request)
         start, answer = got
         return start["status"], answer["body"].decode()
@@ -416,7 +416,7 @@ async def test_a_worker_that_is_down_is_not_asked_and_told():
 
 async def test_the_base_model_that_a_request_names_decides():
     scene = AdapterScene(a=OK, b=OK)
-    scene.workers[1].probed = Probed(boot="b", models=[{"id": "n"}])
+    scene.workers[1].learn(Probed(boot="b", models=[{"id": "n"}]))
     assert await scene.serve(base_model_name="n") == (200, "Success.") and scene.asked == ["b"]
     with pytest.raises(BadRequest, match="nobody's") as error:
         await scene.serve(base_model_name="nobody's" + "x" * 300)
@@ -426,7 +426,7 @@ async def test_the_base_model_that_a_request_names_decides():
 
 async def test_among_several_models_those_that_have_the_route_decide():
     scene = AdapterScene(a=(400, b"1 validation error"), b=NO_ROUTE_THERE)
-    scene.workers[1].probed = Probed(boot="b", models=[{"id": "n"}])
+    scene.workers[1].learn(Probed(boot="b", models=[{"id": "n"}]))
     assert (await scene.serve())[0] == 400
     assert [(sent.worker, sent.body) for sent in scene.upstream.sent][:2] == [("a", b"{}"), ("b", b"{}")]
     assert scene.asked == ["a", "b", "a"]

@@ -77,6 +77,7 @@ async def read(
     scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
     request = exchange_of(scope, json.dumps(parsed).encode(), "r", key)
     request.body.parsed, request.body.memory = parsed, memory
+    request.ask()
     request.prompt = reader.read(request, workers)
     if has_slot:
         reader.learn(request)
@@ -209,6 +210,7 @@ async def test_what_is_remembered_of_prompts_takes_no_more_than_it_may(endpoint,
         raw = json.dumps({"model": "m", **body(150, seed)}).encode()
         request = exchange_of(scope, raw, f"{seed}")
         request.body.parsed = parse_object(raw, *limits)
+        request.ask()
         request.body.memory = memory_of(request.body.parsed, len(raw), 10**6)
         request.prompt = reader.read(request, [worker()])
         reader.stored.put(request.prompt.chat, {"id": f"resp_{seed}"}, "w#1")
@@ -263,7 +265,7 @@ EVIL = {"remote_host": "evil"}
 def body_of(raw: dict[str, Any], path: str = CHAT, key: ApiKey | None = None) -> Body:
     scope = {"method": "POST", "path": path, "query_string": b"", "headers": []}
     request = exchange_of(scope, json.dumps(raw).encode(), "r", key)
-    request.body.take(dict(raw), request.head, asks_usage=False)
+    request.take(dict(raw), asks_usage=False)
     return request.body
 
 

@@ -62,7 +62,7 @@ class Scene:
 
     def lack(self, path: str) -> None:
         for worker in self.pool.workers:
-            worker.probed = replace(worker.probed, frontend=worker.probed.frontend._replace(lacks=frozenset([path])))
+            worker.learn(replace(worker.probed, frontend=worker.probed.frontend._replace(lacks=frozenset([path]))))
 
     def counted(self) -> tuple[int, int]:
         """Requests under way, and tokens that are still to be computed."""

@@ -19,10 +19,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from proxy.errors import GatewayError, Overloaded, WorkerFailed
 from proxy.fleet.part import Change
 from proxy.fleet.probe import Probed
+from proxy.fleet.worker import Slot
 from proxy.http import asgi
 from proxy.metrics import Metrics
 from proxy.pipeline import response_cache, stored_answers
-from proxy.pipeline.exchange import Choice, Exchange
+from proxy.pipeline.exchange import Exchange
 from proxy.pipeline.response_cache import PATIENCE_SECONDS, ResponseCache
 from proxy.pipeline.sse import HEARTBEAT
 from proxy.pipeline.stored_answers import weight_of
@@ -32,19 +33,6 @@ from tests.harness.virtual_time import VirtualTimeLoop
 
 ROOM = 2**20  # bytes of the cache
 LARGEST = ROOM // stored_answers.LARGEST_SHARE
-
-
-class Slot:
-    """A lease without limits."""
-
-    def __init__(self, scene: Sharing, request: Exchange) -> None:
-        self.scene, self.request, self.has_slot = scene, request, False
-
-    def release(self) -> None:
-        self.scene.leases -= self.has_slot
-        self.has_slot = False
-
-    unused = release
 
 
 class Sharing(RuleBasedStateMachine):
@@ -61,19 +49,22 @@ class Sharing(RuleBasedStateMachine):
         self.runs: list[Run] = []
         self.stored: dict[str, set[bytes]] = {}  # what may be, by prompt
         self.is_tight = False  # whether so much is under way that not all of it may be kept
-        self.filled = self.leases = self.waiting = 0
+        self.filled = self.waiting = 0
         pool = SimpleNamespace(up=[self.worker], workers=[self.worker])
         settings = Settings(response_cache=ROOM, response_cache_models=("*",), heartbeat=0)
-        self.cache = ResponseCache(settings, self.metrics, pool, self, self)  # type: ignore[arg-type]
+        self.cache = ResponseCache(settings, self.metrics, pool, self, self.answers)  # type: ignore[arg-type]
 
-    def lease(self, request: Exchange) -> Slot:
-        return Slot(self, request)
-
-    async def acquire(self, lease: Slot) -> None:
+    async def acquire(self, request: Exchange) -> None:
         await asyncio.sleep(0)
-        lease.request.give(Choice(self.worker))
-        lease.has_slot = True
-        self.leases += 1
+        request.give(self.worker)
+        request.slot = Slot(self.worker, 0)
+
+    def release(self, request: Exchange) -> None:
+        if request.slot is not None:
+            request.slot.give_back()
+            request.slot = None
+
+    unused = release
 
     @contextlib.contextmanager
     def counted(self, key: Any) -> Any:
@@ -83,8 +74,8 @@ class Sharing(RuleBasedStateMachine):
         finally:
             self.waiting -= 1
 
-    async def forward(self, lease: Slot) -> None:
-        owner = next(each for each in self.all if each.request is lease.request)
+    async def answers(self, request: Exchange) -> None:
+        owner = next(each for each in self.all if each.request is request)
         owner.run = run = Run(len(self.runs), owner)
         run.is_open = not self.open(owner.key)
         self.runs.append(run)
@@ -93,7 +84,7 @@ class Sharing(RuleBasedStateMachine):
                 order = await run.orders.get()
                 if isinstance(order, Exception):
                     raise order
-                await lease.request.send(order)
+                await request.send(order)
         finally:
             run.ends, run.is_open = run.ends or "left", False
 
@@ -207,7 +198,7 @@ class Sharing(RuleBasedStateMachine):
     @rule(restarts=st.booleans())
     def the_workers_answers_are_doubted(self, restarts: bool) -> None:
         if restarts:
-            self.worker.probed = Probed(boot=self.worker.boot + "1", models=self.worker.probed.models)
+            self.worker.learn(Probed(boot=self.worker.boot + "1", models=self.worker.probed.models))
         else:
             self.cache.on_worker(self.worker, Change.CLEARED)
         self.stored.clear()
@@ -237,7 +228,7 @@ class Sharing(RuleBasedStateMachine):
         for client in self.all:
             if client.is_reading and client.reads.is_set() and client.run is None:
                 assert client.key in going
-        assert self.leases == sum(each.run is not None and not each.task.done() for each in self.all)
+        assert self.worker.inflight == sum(each.run is not None and not each.task.done() for each in self.all)
         assert 0 <= self.cache.answers.size <= ROOM
 
     def teardown(self) -> None:
@@ -255,7 +246,7 @@ class Sharing(RuleBasedStateMachine):
                 assert client.task.done(), "nobody is left waiting"
                 if not client.task.cancelled() and (error := client.task.exception()) is not None:
                     assert isinstance(error, GatewayError)
-            assert self.leases == self.waiting == 0 and not self.cache.flights
+            assert self.worker.inflight == self.waiting == 0 and not self.cache.flights
             value = self.metrics.registry.get_sample_value
             assert value("seamark_response_cache_bytes") == self.cache.answers.size
             assert value("seamark_response_cache_entries") == len(self.cache.answers) >= len(self.stored)
@@ -285,16 +276,16 @@ async def scene():
         *(("its head", what, False) for what in ("201", "no store")),
         *(("meanwhile", what, False) for what in ("restarts", "moves", Change.CLEARED, Change.DISTRUSTED)),
         ("meanwhile", "of another", False),  # what it was may have been of that one
-        ("meanwhile", Change.GIVEN, True),
+        ("meanwhile", Change.REFUSED, True),
         ("behind it", Change.DISTRUSTED, False),
     ],
 )
 async def test_the_second_request_hits_unless_the_answer_was_called_into_doubt(scene, when, what, hits):
     def happens(now: str) -> None:
         if now == when and what == "restarts":
-            scene.worker.probed = Probed(boot="2", models=scene.worker.probed.models)
+            scene.worker.learn(Probed(boot="2", models=scene.worker.probed.models))
         elif now == when and what == "moves":
-            scene.all[0].request.give(Choice(a_worker()))
+            scene.all[0].request.give(a_worker())
         elif now == when:
             is_other = what == "of another"
             scene.cache.on_worker(a_worker("9") if is_other else scene.worker, Change.CLEARED if is_other else what)

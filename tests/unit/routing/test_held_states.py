@@ -305,7 +305,7 @@ class Indexing(RuleBasedStateMachine):
             }
             assert self.index.longest(KEYS, boots) == longest
             sent = [prefix for prefix in known if any(boot in boots for boot in prefix.held)]
-            for found, deepest in ((self.index.sent(KEYS, boots), sent), (self.index.ever_sent(KEYS), known)):
+            for found, deepest in zip(self.index.look_up(KEYS, (), boots)[1:], (sent, known), strict=True):
                 assert (found and (found.held, found.size)) == (
                     (deepest[-1].held, deepest[-1].tokens or deepest[-1].estimate or 1) if deepest else None
                 )

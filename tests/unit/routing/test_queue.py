@@ -95,9 +95,8 @@ class Waiting(RuleBasedStateMachine):
         for each in self.asked:
             each.task.cancel()
         self.settle()
-        assert {*self.free["m"], *self.free["n"]} | {each.has for each in self.served()} == {"m1", "n1"} and not len(
-            self.queue
-        )
+        has = {*self.free["m"], *self.free["n"], *(each.has for each in self.served())}
+        assert has == {"m1", "n1"} and not self.queue.waiting
         self.loop.close()
 
     def settle(self, seconds: float = 0.0) -> None:
@@ -126,7 +125,7 @@ class Waiting(RuleBasedStateMachine):
 
     def _asks(self, key: ApiKey | None, model: str, waited: float) -> None:
         one = Asked(self, key, model, self.loop.time() + max(0.0, TIMEOUT - waited))
-        queued, all_queued = (key.queued if key is not None else 0), len(self.queue)
+        queued, all_queued = (key.queued if key is not None else 0), len(self.queue.waiting)
         behind = any(each.model == model and each.may_go for each in self.waiting())
         finds_slot = not behind and bool(self.free[model] or model in self.gone)
         goes = one.may_go and finds_slot
@@ -179,7 +178,7 @@ class Waiting(RuleBasedStateMachine):
     @invariant()
     def nobody_waits_for_nothing_and_all_are_counted(self) -> None:
         waiting = self.waiting()
-        assert len(self.queue) == len(waiting)
+        assert len(self.queue.waiting) == len(waiting)
         for key in filter(None, self.keys):
             assert key.queued == sum(each.key is key for each in waiting)
             assert key.under_way == sum(each.key is key for each in self.served())
@@ -208,10 +207,10 @@ async def test_a_request_waits_for_so_long_in_all_and_is_refused_by_what_it_wait
         with pytest.raises(error, match=words):
             await queue.acquire(key, "m", lambda: None, lambda _: None, waited=waited)
         assert loop.time() - began == max(0.0, TIMEOUT - waited)
-        assert len(queue) == 0 and (key is None or key.queued == 0)
+        assert len(queue.waiting) == 0 and (key is None or key.queued == 0)
 
 
-def worker(name: str, **fields: int) -> Worker:
+def worker(name: str, **fields: Any) -> Worker:
     engine = EngineInfo("0.1.0", "0.32.0", match_unit=16, block_size=384)
     return Worker(f"http://{name}", renderer=None, probed=probed(name, engine), **fields)
 
@@ -238,11 +237,10 @@ def test_the_longest_prefix_decides_unless_its_worker_is_ahead_by_more_than_that
 ):
     workers, held, has, work = [], {}, {}, {}
     for name, (tokens, differed, patched, inflight, dispatched, prefill, others) in zip("abcd", drawn, strict=False):
-        one = worker(name, inflight=inflight, dispatched=dispatched, prefill_tokens=prefill)
-        one.others = others
-        one.in_shadow = not patched
+        counts = {"inflight": inflight, "dispatched": dispatched, "prefill_tokens": prefill}
+        one = worker(name, **counts, others=others, in_shadow=not patched)
         for _ in range(differed):
-            one.cache.quarantine()
+            one.quarantine()
         workers.append(one)
         held[name] = Holding(tokens, b"key", is_told=True)
         has[name] = 0 if differed == 2 else tokens // 16 * 16

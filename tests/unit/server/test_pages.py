@@ -223,7 +223,7 @@ def metrics(engine: EngineInfo | None = ENGINE, **fields: Any) -> WorkerMetrics:
 def set_up(worker: Worker, **fields: Any) -> None:
     """A worker that is up and has the plugin, but for `fields` of what it was found to be."""
     worker.up = True
-    worker.probed = replace(Probed("http://worker-0", boot="b#1", metrics=metrics(), reports=READ), **fields)
+    worker.learn(replace(Probed("http://worker-0", boot="b#1", metrics=metrics(), reports=READ), **fields))
 
 
 @pytest.fixture
@@ -258,8 +258,8 @@ def test_a_worker_whose_requests_fail_is_an_alarm_unless_it_is_down(own):
 def test_answers_that_differ_are_an_alarm_with_what_is_done_about_it(own, hints_off, cache_off, ends):
     check = own.self_check
     check.checked, check.differs = 1234, 1
-    cache = own.pool.workers[1].cache
-    cache.hints_allowed, cache.cache_allowed = not hints_off, not cache_off
+    for _ in range(hints_off + cache_off):
+        own.pool.workers[1].quarantine()
     (only,) = alarms(own)
     assert only.startswith("Answers differ: 1,234 prompts") and " 1 of them" in only and only.endswith(" " + ends)
     assert warnings(own) == []  # the alarm says it
@@ -291,7 +291,7 @@ async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_
         assert len(warnings(gateway)) == (state == "trial"), state
         assert (drafts_status(worker) or {}).get("state", "") == state
     for figures, says in (("", "trial is over."), ("7 of 7 agree", "trial is over (7 of 7 agree).")):
-        worker.draft_gate = GateReport("trial", figures, float("inf"))
+        worker.hear_of_drafts(GateReport("trial", figures, float("inf")))
         set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
         (only,) = warnings(gateway)
         assert only.startswith("Worker worker-0 drafts") and says in only
