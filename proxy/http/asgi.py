@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
+from msgspec import Struct
+
 from proxy.errors import BodyTooLarge, InvalidHttp, KeyBusy, Overloaded, TooSlow
 
 logger = logging.getLogger("uvicorn.error")
@@ -414,33 +416,32 @@ async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) 
         await send({"type": "http.response.body", "body": body})
 
 
-class ClientWatch:
+class ClientWatch(Struct, eq=False):
     """Inside its context, a client that disconnects cancels the task, and leaving the context raises `ClientGone`.
 
     It is for requests whose body has been read. The gateway's own server calls back. Under any other server a second
     task waits for the message, which is all that ASGI offers.
     """
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
-        self._served: Request | None = scope.get(SERVED)
-        self._receive = receive
-        self._task: asyncio.Task[Any] | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self.gone = False
-        self.over = False  # the server has the whole answer, so a disconnect means nothing any more
+    served: Request | None = None  # None: under another server, or nobody waits for the answer
+    _receive: Receive | None = None
+    _task: asyncio.Task[Any] | None = None
+    _watching: asyncio.Task[None] | None = None
+    gone: bool = False
+    over: bool = False  # the server has the whole answer, so a disconnect means nothing any more
 
     def __enter__(self) -> ClientWatch:
         self._task = asyncio.current_task()
-        if self._served is None:
-            self._watching = asyncio.create_task(self._watch())
-        elif self._served.is_left:
-            self._left()
-        else:
-            self._served.on_left = self._left
+        if self.served is not None:
+            self.served.on_left = self._left
+            if self.served.is_left:
+                self._left()
+        elif self._receive is not None:
+            self._watching = asyncio.create_task(self._watch(self._receive))
         return self
 
-    async def _watch(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
         self._left()
 
@@ -452,8 +453,8 @@ class ClientWatch:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.over = True
-        if self._served is not None:
-            self._served.on_left = None  # it leads back here
+        if self.served is not None:
+            self.served.on_left = None  # it leads back here
         elif self._watching is not None:
             self._watching.cancel()
         if self.gone and self._task is not None:

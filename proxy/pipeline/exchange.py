@@ -221,16 +221,18 @@ class Timings(Struct, eq=False):
 CLIENT_GONE = 499  # the client left; the engine may have computed something all the same
 
 
-class Reply(Struct, eq=False):
+async def _nowhere(message: asgi.Scope) -> None:
+    """Nobody waits for the answer."""
+
+
+class Reply(asgi.ClientWatch, eq=False):
     """The way of an answer to its client, an ASGI `send`: what goes through it says how the request ended.
 
     The answer's head tells the gateway's own time.
     """
 
-    _send: asgi.Send
-    _timings: Timings
-    served: asgi.Request | None = None  # by the gateway's own server; None under another, and if nobody waits
-    watch: asgi.ClientWatch | None = None  # None: nobody waits for the answer
+    _send: asgi.Send = _nowhere
+    _timings: Timings = field(default_factory=Timings)
     started: bool = False
     failure: int = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
     status: int = 0  # what the request counts as: HTTP's status, or `failure`; 0 while there is none
@@ -239,26 +241,20 @@ class Reply(Struct, eq=False):
         if message["type"] == "http.response.start":
             self.status, self.started = self.failure or message["status"], True
             message = {**message, "headers": [*message["headers"], self._own_time]}
-        elif self.watch is not None and not message.get("more_body"):
-            self.watch.over = True
+        elif not message.get("more_body"):
+            self.over = True
         await self._send(message)
 
     def whole(self, status: int, headers: asgi.HeaderList, body: bytes) -> bool:
         """Send a whole answer, as `asgi.Request.answer`."""
         if self.served is None or not self.served.answer(status, [*headers, self._own_time], body):
             return False
-        self.status, self.started = self.failure or status, True
-        if self.watch is not None:
-            self.watch.over = True
+        self.status, self.started, self.over = self.failure or status, True, True
         return True
 
     @property
     def _own_time(self) -> tuple[bytes, bytes]:
         return OWN_TIME, b"%.1f" % self._timings.own_milliseconds
-
-    @property
-    def has_lost_client(self) -> bool:
-        return self.watch is not None and self.watch.gone
 
     def failed(self, status: int) -> None:
         """It counts as `status`, whatever it has begun with."""
@@ -402,7 +398,7 @@ def exchange_of(
     request_id: str,
     key: ApiKey | None = None,
     send: asgi.Send | None = None,
-    watch: asgi.ClientWatch | None = None,
+    receive: asgi.Receive | None = None,
 ) -> Exchange:
     """The request in an ASGI scope, to be answered by `send`; None: no client waits for it. Raises as `target_of`."""
     path = scope["path"]
@@ -411,12 +407,8 @@ def exchange_of(
     owner = key.owner if key is not None else None
     head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key, owner)
     timings = Timings()
-    reply = Reply(send or _nowhere, timings, scope.get(asgi.SERVED), watch)
+    reply = Reply(scope.get(asgi.SERVED), receive, _send=send or _nowhere, _timings=timings)
     exchange = Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
     if endpoint == "other":
         exchange.ask()
     return exchange
-
-
-async def _nowhere(message: asgi.Scope) -> None:
-    """Nobody waits for the answer."""

@@ -272,8 +272,8 @@ class ResponseRelay:
         except Broken as error:
             end = _error_event(exchange, _worker_error(exchange.at, error), stream)
         except asyncio.CancelledError:
-            exchange.delivered = reply.has_lost_client and stream.is_complete
-            if not reply.has_lost_client:  # the server stops
+            exchange.delivered = reply.gone and stream.is_complete
+            if not reply.gone:  # the server stops
                 await stream.finish(_error_event(exchange, Stopping("The gateway is stopping."), stream))
             elif not exchange.delivered:
                 reply.failed(CLIENT_GONE)

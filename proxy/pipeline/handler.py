@@ -29,7 +29,7 @@ from proxy.idle_work import IdleWork
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, Timings, exchange_of, id_header, target_of
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, exchange_of, id_header, target_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
@@ -185,10 +185,9 @@ class RequestHandler:
             key = auth.client(scope, self._keys) if self._keys is not None else None
             with self._bodies.memory.of(key.name if key is not None else None) as held:
                 raw = await self._bodies.receive(scope, receive, held)
-                watch = asgi.ClientWatch(scope, receive)
-                exchange = exchange_of(scope, raw, request_id, key, send, watch)
+                exchange = exchange_of(scope, raw, request_id, key, send, receive)
                 exchange.engine_id, exchange.is_named = self._engine_id(request_id), request_id == given
-                with watch:
+                with exchange.reply:
                     await self._pass_through(exchange, held)
         except asgi.ClientGone:
             if exchange is not None and not (exchange.delivered and exchange.reply.started):
@@ -196,7 +195,7 @@ class RequestHandler:
         except (Exception, asyncio.CancelledError) as error:
             # A task that is cancelled ends here. Raised on, it would be one traceback in the log for each request.
             name = exchange.head.request_id if exchange is not None else request_id
-            await _refuse(exchange.reply if exchange is not None else Reply(send, Timings()), scope, error, name)
+            await _refuse(exchange.reply if exchange is not None else Reply(_send=send), scope, error, name)
         finally:
             if exchange is not None:
                 self._engine_ids.discard(exchange.engine_id)

@@ -33,10 +33,6 @@ def part(body: bytes, more: bool = True) -> Any:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
-async def _nothing() -> Any:
-    return {"type": "http.disconnect"}
-
-
 async def turns(count: int = 40) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
@@ -47,12 +43,18 @@ class Client:
 
     def __init__(self, key: str) -> None:
         raw = json.dumps({"model": "m", "messages": [], "temperature": 0, "stream": True, "user": key}).encode()
-        scope = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+        self.served = SimpleNamespace(is_left=False, on_left=None)
+        scope = {
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "query_string": b"",
+            "headers": [],
+            asgi.SERVED: self.served,
+        }
         self.key, self.result = key, ""
         self.run: Run | None = None  # whose answer it is to get
-        self.served = SimpleNamespace(is_left=False, on_left=None)
-        self.watch = asgi.ClientWatch({asgi.SERVED: self.served}, _nothing)
-        self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got, watch=self.watch)
+        self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got)
+        self.watch = self.request.reply
         self.request.take(json.loads(raw), asks_usage=False)
         self.head: dict[bytes, bytes] = {}
         self.body, self.ended = b"", False

@@ -151,7 +151,7 @@ async def test_a_watch_waits_for_the_message_that_says_so_and_for_no_other():
     messages: asyncio.Queue = asyncio.Queue()
 
     async def handle():
-        with ClientWatch({}, messages.get):
+        with ClientWatch(None, messages.get):
             await asyncio.Event().wait()
 
     task = asyncio.create_task(handle())

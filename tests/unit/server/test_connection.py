@@ -245,7 +245,7 @@ async def test_a_request_leaves_nothing_to_the_garbage_collector(connection):
     try:
         await connection.take(POST + b"content-length: 3\r\n\r\nabc")
         request = weakref.ref(served := connection.scopes[0][asgi.SERVED])
-        with asgi.ClientWatch(connection.scopes[0], served.receive):
+        with asgi.ClientWatch(served):
             del served
         connection.protocol.connection_lost(None)
         connection.may_answer.set()
@@ -291,7 +291,7 @@ async def test_a_client_that_leaves_is_reported_to_each_of_its_requests(connecti
         request.on_left = lambda name=name: left.append(name)
     connection.protocol.connection_lost(None)
     assert left == [0, 1, 2] and len(connection.scopes) == 1
-    with pytest.raises(asgi.ClientGone), asgi.ClientWatch(connection.scopes[0], requests[0].receive):
+    with pytest.raises(asgi.ClientGone), asgi.ClientWatch(requests[0]):
         await asyncio.sleep(1000)
 
 
