@@ -287,7 +287,6 @@ class Request:
     is_left = False  # its client is gone
     on_left: Callable[[], None] | None = None  # is called when that happens
     is_complete = _has_told_end = False  # all of its body has come, and been read
-    _unread: bytes | bytearray = b""  # of its body
     is_answered = _is_chunked = False
     _status = 0  # of the answer, once that has begun
     _left: int | None = None  # bytes of the answer's body, if it says how many there are
@@ -295,22 +294,7 @@ class Request:
     def __init__(self, connection: Any, version: str, is_head: bool, expects: bool, keeps: bool) -> None:
         """`expects`: the client waits for 100 Continue; `keeps`: it keeps the `Connection` behind the answer."""
         self._connection, self._version, self._is_head, self._expects = connection, version, is_head, expects
-        self.keeps = keeps
-
-    def take(self, part: bytes) -> int:
-        """A part of its body; how many bytes wait to be read."""
-        if self._unread:
-            self._unread = bytearray(self._unread) if isinstance(self._unread, bytes) else self._unread
-            self._unread += part
-        else:
-            self._unread = part
-        return len(self._unread)
-
-    def leave(self) -> None:
-        """The client is gone."""
-        self.is_left = True
-        if self.on_left is not None:
-            self.on_left()
+        self.keeps, self.unread = keeps, bytearray()  # of its body
 
     def whole_body(self) -> bytes | None:
         """The body, if all of it is here."""
@@ -318,7 +302,7 @@ class Request:
 
     def _read(self) -> bytes:
         self._has_told_end = self.is_complete
-        body, self._unread = bytes(self._unread), b""  # one that came in one piece is not copied
+        body, self.unread = bytes(self.unread), bytearray()
         return body
 
     async def receive(self) -> dict[str, Any]:
@@ -327,7 +311,7 @@ class Request:
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             self._expects = False
         while not (self.is_left or self.is_answered or self.is_broken):
-            if self._unread or (self.is_complete and not self._has_told_end):
+            if self.unread or (self.is_complete and not self._has_told_end):
                 return {"type": "http.request", "body": self._read(), "more_body": not self.is_complete}
             connection.go_on_reading()
             await connection.changes()
@@ -357,7 +341,7 @@ class Request:
         if body:
             write(body)
         if is_last:
-            self._end()
+            self._connection.on_answered()
 
     def answer(self, status: int, headers: HeaderList, body: bytes) -> bool:
         """Send a whole answer, whose headers tell its length; whether that could be done at once."""
@@ -365,7 +349,7 @@ class Request:
             return False
         head = self._begun(status, headers)
         self._connection.transport.writelines((head, body) if self._left else (head,))
-        self._end()
+        self._connection.on_answered()
         return True
 
     def is_writable(self) -> bool:
@@ -388,24 +372,18 @@ class Request:
         self._is_chunked, self._status, self._expects = is_chunked, status, False
         return head
 
-    def _end(self) -> None:
-        """The answer is complete."""
-        self.is_answered = True
-        if not self.keeps:
-            self._connection.transport.close()
-        self._connection.on_answered()
-
     async def run(self, app: Any, scope: Scope) -> None:
         """Have the application answer. What it leaves open, or fails at, the client sees break off."""
         try:
             await app(scope, self.receive, self.send)
-            if not (self.is_answered or self.is_left):
-                raise RuntimeError("the answer is not complete")
+            if self.is_answered or self.is_left:
+                return
+            logger.error("ASGI callable returned without completing response.")
         except BaseException as error:
             logger.error("Exception in ASGI application\n", exc_info=error)
-            self._connection.transport.close()
         finally:
             self._connection.tasks.discard(asyncio.current_task())
+        self._connection.transport.close()
 
 
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:

@@ -52,7 +52,7 @@ NOT_THERE = b"' not found."
 HOW_STORED = b" vLLM stores responses if it is started with VLLM_ENABLE_RESPONSES_API_STORE=1: all of them, in memory."
 
 # Headers of a chat that say something else of a message.
-NOT_OF_MESSAGES = ("content-length", "content-encoding", "content-type")
+NOT_OF_MESSAGES = (b"content-length", b"content-encoding", b"content-type")
 
 
 @dataclass(eq=False)
@@ -221,15 +221,15 @@ class ResponseRelay:
         if head.endpoint in HINTED and is_json and has_body and not response.is_encoded:
             await self._answer_whole(exchange, response)
             return
-        usage = await self._pass_on(exchange, response, [])
+        usage = await self._pass_on(exchange, response)
         if head.method == "POST" and response.status == 200 and is_json:
             self._accounting.used(exchange, usage)
         await exchange.send({"type": "http.response.body", "body": b""})
         if head.endpoint in HINTED and response.is_encoded:
             self._accounting.reported(exchange, RequestOutcome(response.status))
 
-    async def _pass_on(self, exchange: Exchange, response: Answer, collected: list[bytes]) -> Usage | None:
-        """All but the end of an answer, behind what is `collected` of it; the tokens of which it tells.
+    async def _pass_on(self, exchange: Exchange, response: Answer, begun: bytes = b"") -> Usage | None:
+        """All but the end of an answer, which has `begun` so; the tokens of which it tells.
 
         It has the length that the worker gave. A client that does not read holds the worker back and fills no memory.
         """
@@ -238,8 +238,8 @@ class ResponseRelay:
             headers.append((b"content-length", length.encode()))
         await exchange.send({"type": "http.response.start", "status": response.status, "headers": headers})
         passing = PassingUsage()
-        collected.reverse()
-        while chunk := collected.pop() if collected else await response.next_chunk():
+        while chunk := begun or await response.next_chunk():
+            begun = b""
             if exchange.makes and 200 <= response.status < 300:
                 self._accounting.opened(exchange, _named_in(chunk))
             self._dispatcher.prefilled(exchange)
@@ -287,27 +287,25 @@ class ResponseRelay:
 
     async def _answer_whole(self, exchange: Exchange, response: Answer) -> None:
         """Collect a JSON answer, so that what the engine reports can go into the headers; unless it is too large."""
-        collected: list[bytes] = []
-        size = 0
+        collected = bytearray()
         timings, began = exchange.timings, time.perf_counter()
         try:
-            while size <= self._settings.max_collected_bytes and (chunk := await response.next_chunk()):
-                collected.append(chunk)
-                size += len(chunk)
+            while len(collected) <= self._settings.max_collected_bytes and (chunk := await response.next_chunk()):
+                collected += chunk
         finally:
             timings.waited_seconds += time.perf_counter() - began
         timings.first_byte = time.perf_counter()
         outcome = RequestOutcome(response.status, engine=outcome_in(response.header(OUTCOME_HEADER)))
-        if size > self._settings.max_collected_bytes:
-            answer = _named_in(collected[0])
+        body = bytes(collected)
+        if len(body) > self._settings.max_collected_bytes:
+            answer = _named_in(body)
             if response.status == 200:
                 self._accounting.opened(exchange, answer)
-            outcome.usage = await self._pass_on(exchange, response, collected)
+            outcome.usage = await self._pass_on(exchange, response, body)
             if response.status == 200:
                 self._accounting.reported(exchange, outcome, answer)
             await exchange.send({"type": "http.response.body", "body": b""})
             return
-        body = b"".join(collected)
         if response.status == 404 and exchange.response_id is not None and not self._settings.shadow:
             body = body.replace(NOT_THERE, NOT_THERE + HOW_STORED, 1)
         headers = _response_headers(exchange, response)
@@ -336,12 +334,9 @@ class MessageAnswer(Answer):
         self._stream = MessageStream() if is_stream else None
         self._is_over = False
         self.status = answer.status
-        kept = (header for header in answer.headers if header[0].decode("latin-1").lower() not in NOT_OF_MESSAGES)
+        kept = (header for header in answer.headers if header[0].lower() not in NOT_OF_MESSAGES)
         self.headers = (*kept, (b"content-type", EVENT_STREAM.encode() if is_stream else b"application/json"))
-
-    def header(self, name: str) -> str | None:
-        named = (value for own, value in self.headers if own.decode("latin-1").lower() == name.lower())
-        return value.decode("latin-1") if (value := next(named, None)) is not None else None
+        self.named = {name.lower(): value for name, value in reversed(self.headers)}
 
     async def next_chunk(self) -> bytes:
         if self._stream is None:

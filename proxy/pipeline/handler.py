@@ -147,13 +147,9 @@ class Preflights:
             url = workers[0].address + target_of(scope)
             answer = await self._upstream.send("OPTIONS", url, headers, read_timeout=PREFLIGHT_SECONDS)
             with contextlib.closing(answer):
-                body = b""
-                async for chunk in answer.chunks():
-                    body += chunk
-                    if len(body) > PREFLIGHT_BYTES:
-                        raise errors.WorkerFailed("The worker's answer to a preflight request is too large.")
+                body = await answer.read(PREFLIGHT_BYTES)
         except (Unreachable, Broken):
-            raise errors.WorkerFailed("The worker did not answer a preflight request.") from None
+            raise errors.WorkerFailed("The worker did not answer a preflight request, or its answer is too large.") from None
         finally:
             self._under_way -= 1
         named = id_header(request_id)

@@ -182,7 +182,8 @@ class Connection(asyncio.Protocol):
         request = self._reading
         if request is None or request.is_answered:
             return
-        if request.take(part) > MAX_UNREAD and not self._is_paused:
+        request.unread += part
+        if len(request.unread) > MAX_UNREAD and not self._is_paused:
             self._is_paused = True
             self.transport.pause_reading()
         self._changed.set()
@@ -223,8 +224,11 @@ class Connection(asyncio.Protocol):
         """The answer under way is complete."""
         self._free_since = self.loop.time()
         self._is_idle = not (self._reading or self._unfinished)
-        self._requests.popleft()
+        request, _ = self._requests.popleft()
+        request.is_answered = True
         self._changed.set()
+        if not request.keeps:
+            self.transport.close()
         if not self.transport.is_closing():
             self.go_on_reading()
             if self._requests:
@@ -242,7 +246,9 @@ class Connection(asyncio.Protocol):
         self._connections.discard(self)
         self._changed.set()
         for request, _ in self._requests:
-            request.leave()
+            request.is_left = True
+            if request.on_left is not None:
+                request.on_left()
         self._requests.clear()
         self._reading = self._parser = None  # type: ignore[assignment]  # which leads back here
 
