@@ -149,7 +149,7 @@ class Preflights:
             with contextlib.closing(answer):
                 body = await answer.read(PREFLIGHT_BYTES)
         except (Unreachable, Broken):
-            raise errors.WorkerFailed("The worker did not answer a preflight request, or its answer is too large.") from None
+            raise errors.WorkerFailed("The worker did not answer a preflight request, or it is too large.") from None
         finally:
             self._under_way -= 1
         named = id_header(request_id)
