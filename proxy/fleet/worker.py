@@ -318,8 +318,11 @@ class Worker:
 
     def template_of(self, model: Any) -> str:
         """The base model whose chat template a request for `model` is rendered by."""
+        templates = self.names.templates
+        if isinstance(model, str) and model in templates:
+            return templates[model]
         name = self.listed(model)
-        return self.names.templates.get(name, name)
+        return templates.get(name, name)
 
     def renderer_id(self, model: Any) -> bytes | None:
         """What `model` is rendered with; None: not known."""

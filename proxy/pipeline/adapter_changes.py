@@ -11,7 +11,7 @@ import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from proxy.errors import AdapterNotEverywhere, BadRequest
 from proxy.fleet.model_names import name_keys
@@ -56,7 +56,8 @@ class AdapterChanges:
     async def serve(self, exchange: Exchange) -> None:
         """Change it everywhere, with a client or without. Raises `AdapterNotEverywhere`, `BadRequest`, `NoWorker`."""
         task = beside(self._change(exchange))
-        task.add_done_callback(_over)
+        # Its client may have left, whom it would have told of an error.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
         with exchange.timings.waiting():
             outcome = await asyncio.shield(task)
         exchange.give(outcome.worker)
@@ -120,11 +121,6 @@ class AdapterChanges:
         why_not = "" if _is_done(exchange, worker, answer.status, told, has_route=has_route) else _words(told)
         why_not = why_not if has_route else NO_ROUTE
         return _Changed(worker, answer.status, kind, told, why_not, has_route)
-
-
-def _over(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # its client may have left, whom it would have told
 
 
 def _by_address(pool: WorkerPool) -> list[Worker]:

@@ -184,7 +184,7 @@ class Dispatcher:
         """Choose, record and count in one go, so that a request arriving right behind already follows."""
         found, held = exchange.prompt.found, 0
         if found is None:
-            worker = self._chosen(exchange, workers, {})
+            worker = workers[0] if len(workers) == 1 else self._chosen(exchange, workers, {})
             exchange.give(worker)
         else:
             worker, held = self._record(exchange, found, workers, serving)
@@ -200,8 +200,6 @@ class Dispatcher:
         exchange.timings.leased = time.perf_counter()
 
     def _chosen(self, exchange: Exchange, workers: Sequence[Worker], held: Mapping[str, Holding]) -> Worker:
-        if len(workers) == 1:
-            return workers[0]
         found, parsed, model = exchange.prompt.found, exchange.body.parsed, exchange.model
         # A name that no worker lists goes to one worker for as long as nothing else decides.
         together = model if model and not workers[0].serves(model) else None
@@ -219,7 +217,7 @@ class Dispatcher:
         boots = {worker.boot for worker in serving if worker.takes_hints}
         usable = {worker.boot for worker in serving if worker.match_unit}
         held, sent, ever_sent = self._prefix_index.look_up(found.prefixes, usable, boots)
-        worker = self._chosen(exchange, workers, held)
+        worker = workers[0] if len(workers) == 1 else self._chosen(exchange, workers, held)
         boot, engine, takes_hints = worker.boot, worker.engine, worker.takes_hints
         here, longest = held.get(boot), max([held[each] for each in held if each in boots], default=None)
         told = longest.tokens if longest is not None and longest.is_told else 0

@@ -312,8 +312,9 @@ class Exchange(Struct, eq=False):
 
     def take(self, parsed: dict[str, Any], asks_usage: bool) -> None:
         """Its body is JSON: see `Body.take`, which raises."""
-        self.body.take(parsed, self.head, asks_usage)
+        self.body.parsed = parsed
         self.ask()
+        self.body.take(parsed, self.head, asks_usage)
 
     def ask(self) -> None:
         """See what it asks for, by its path and by what is known of its body."""

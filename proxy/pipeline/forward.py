@@ -39,9 +39,8 @@ _ID = re.compile(rb'\{\s*"id":\s*"([^"\\]+)"')  # how vLLM's answers begin
 # The worker then says in a whole answer's headers what became of the hint.
 ASK_FOR_OUTCOME = (OUTCOME_HEADER.encode(), b"1")
 
-
 NOT_TAKEN = (502, 503)  # a worker, or a proxy before it, says by these that it has not computed the request
-UNREACHABLE, STALE, NOT_STORED, REFUSED = ("unreachable", "stale", "not_found", "refused")
+UNREACHABLE, STALE, NOT_STORED, REFUSED = "unreachable", "stale", "not_found", "refused"
 
 NO_ROUTE = (404, 405, 501)
 NOT_RENDERED = (400, 422, 500)  # what a template refuses

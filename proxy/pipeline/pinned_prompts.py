@@ -292,7 +292,7 @@ class PinnedPrompts(Part):
         exchange = exchange_of(scope, prompt.raw, prompt.name, key)
         body, parsed = exchange.body, parse_object(prompt.raw, *self._limits)
         body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
-        body.take(parsed, exchange.head, asks_usage=False)
+        exchange.take(parsed, asks_usage=False)
         found = await self._reader.find_beside(exchange, worker)
         if not worker.hint(found):
             return NO_FACTS

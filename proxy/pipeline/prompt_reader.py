@@ -202,7 +202,7 @@ class PromptReader:
         if not rewritten.edits:
             return ()
         body.raw = with_edits(body.raw, rewritten.edits)
-        body.take(parse_object(body.raw, *self._limits), exchange.head, body.strips_usage)
+        exchange.take(parse_object(body.raw, *self._limits), body.strips_usage)
         return rewritten.applied
 
     def _remember(self, chat: Chat | None, found: Found, memory: int, owner: str | None) -> RememberedRequest | None:

@@ -206,7 +206,7 @@ class Scene:
         self.pins = PinnedPrompts(Settings(**settings), pool, None, self, self)  # type: ignore[arg-type]
 
     async def find_beside(self, request: Any, worker: Worker) -> Found:
-        assert request.body.parsed["messages"] and request.body.memory.size > 0
+        assert request.body.parsed["messages"] and request.model and request.body.memory.size > 0
         return self.found
 
     async def send(self, worker: Worker, prompt: WarmupRequest, *, pin: bool) -> Replayed:
