@@ -26,7 +26,7 @@ from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.idle_work import IdleWork, Steps
 from proxy.metrics import Metrics
-from proxy.observability.explanations import Record
+from proxy.observability.explanations import Explanation
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.totals import RollingSums
@@ -74,7 +74,7 @@ class AnsweredRequest(NamedTuple):
     seconds: float | None  # to its first token; None if that cannot be seen from outside
     alone: bool  # no other request was at the worker until then
     owner: str | None  # the API key it came with
-    record: Record | None  # of its explanation
+    record: Explanation | None
     at: float  # time.perf_counter() when it had been answered
 
 
@@ -236,10 +236,10 @@ class Shadow(Part):
         known.requests += 1
         known.computed += TokenWork.between(cached, length)
         if (record := request.record) is not None:
-            if record.explanation.delivered is None:
-                record.amend(prompt=length, delivered=cached)
-            boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
-            record.amend(lost={reason: end - start for reason, (start, end) in lost.items()}, boundaries=boundaries)
+            if record.delivered is None:
+                record.prompt, record.delivered = length, cached
+            record.lost = {reason: end - start for reason, (start, end) in lost.items()}
+            record.boundaries = tuple(boundary._replace(entry=boundary.tokens) for boundary in found.boundaries)
         for reason, (start, end) in lost.items():
             self._tokens[reason] += end - start
             self._metrics.shadow_lost_tokens.labels(request.model, reason).inc(end - start)

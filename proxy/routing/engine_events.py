@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary, Entry
@@ -44,26 +43,18 @@ MOST_LINES = 256  # of one read; a worker tells ten in a second
 STEP_EVENTS = 4  # applied in one step; some microseconds each
 
 
-class EngineOutcome(NamedTuple):
-    """What an engine says of one request; lengths in tokens."""
-
-    reason: str
-    shared: int | None = None  # with an earlier prompt that the engine has seen; None: it does not say
-    positions: tuple[int, ...] = ()  # what the hint's entries became, in their order; 0 for what is not there
-    pin: str = ""  # what became of the wish to pin its prompt, or to release it
-
-
 # In an answer of a worker that was asked for it: `reason,hit,shared,position:position:...`, and `,fate` of a pin.
 OUTCOME_HEADER = "x-seamark-outcome"
 
 
-def outcome_in(header: str | None) -> EngineOutcome | None:
+def outcome_in(header: str | None) -> Admitted | None:
     """The outcome in the header of an answer; None if there is none, or nonsense."""
     try:
-        reason, _, shared, positions, *pin = (header or "").split(",")
+        reason, hit, shared, positions, *pin = (header or "").split(",")
         if len(pin) > 1 or not all(map(str.isidentifier, pin)):
             return None
-        return EngineOutcome(reason, int(shared), tuple(map(int, filter(None, positions.split(":")))), "".join(pin))
+        resolved = tuple(map(int, filter(None, positions.split(":"))))
+        return Admitted("", reason, int(hit), int(shared), resolved, "".join(pin))
     except ValueError:
         return None
 
@@ -77,7 +68,7 @@ class _FeedReader:
     cursor: int = 0
     read_as: str = ""  # the worker's boot identity at the last read
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
-    outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
+    outcomes: OrderedDict[str, Admitted] = field(default_factory=OrderedDict)  # by request id
     waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
     pins: dict[str, asyncio.Future[str]] = field(default_factory=dict)  # asked for, by request id
     reader: asyncio.Task[None] | None = None
@@ -134,8 +125,12 @@ class EngineEvents(Part):
         if (feed := self._feeds.get(worker.url)) is not None:
             feed.held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
-    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
-        """What the engine says of a request that `worker` has answered; None if it says nothing."""
+    def told(self, worker: Worker, request_id: str) -> Admitted | None:
+        """What the engine has said by now of a request that `worker` has answered."""
+        return self._feeds[worker.url].outcomes.pop(request_id, None)
+
+    async def outcome_of(self, worker: Worker, request_id: str) -> Admitted | None:
+        """The same, once it says so; None if it says nothing."""
         feed = self._feeds[worker.url]
         if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
             reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
@@ -267,8 +262,7 @@ class EngineEvents(Part):
             for event in some:
                 match event:
                     case Admitted():
-                        outcome = EngineOutcome(event.reason, event.shared, event.positions)
-                        feed.outcomes[event.request_id] = outcome
+                        feed.outcomes[event.request_id] = event
                         feed.outcomes.move_to_end(event.request_id)
                         _resolve(feed, event.request_id)
                     case Pinned():

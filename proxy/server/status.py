@@ -85,7 +85,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "changing": changing(hour, newest),
         "shadow_mode": shadow_mode,
         "shadow": gateway.shadow.would_save() if gateway.shadow.judged else None,
-        "sums": {"minute": minute._asdict(), "hour": hour._asdict(), "whole": sums.whole._asdict()},
+        "sums": {"minute": asdict(minute), "hour": asdict(hour), "whole": asdict(sums.whole)},
         "efficiency": {
             "now": minute.efficiency,
             "hour": hour.efficiency,

@@ -388,8 +388,7 @@ WRITERS = {
     "Slot": {"inflight", "prefill_tokens", "dispatched"},
     "WorkerPool": {"probed", "up"},  # what a worker says of itself
     "count_at": {"under_way"},  # of an API key
-    "Accounting": {"outcome", "record", "reason", "shareable", "change"},  # of the explanation
-    "Record": {"_amended", "_so_far"},
+    "Accounting": {"outcome", "record", "reason", "change"},  # of the explanation
 }
 
 

@@ -22,8 +22,16 @@ from proxy.http.json_body import OverBound
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import engine_events
-from proxy.routing.engine_events import EngineEvents, EngineOutcome
-from proxy.routing.feed_lines import MOST_BYTES, MOST_COUNT, MOST_EVENTS, MOST_NAME, MOST_POSITIONS, MOST_VALUES
+from proxy.routing.engine_events import EngineEvents
+from proxy.routing.feed_lines import (
+    MOST_BYTES,
+    MOST_COUNT,
+    MOST_EVENTS,
+    MOST_NAME,
+    MOST_POSITIONS,
+    MOST_VALUES,
+    Admitted,
+)
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
 from tests.harness.virtual_time import on_virtual_time
@@ -169,7 +177,7 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
             reader.silent_until, feed.evil = 0.0, []
             events.sent(WORKER, name, [SYSTEM], HINT)
             feed.tell(admitted(name, "hit", 16))
-            assert await events.outcome_of(WORKER, name) == EngineOutcome("hit", 16)
+            assert await events.outcome_of(WORKER, name) == Admitted(name, "hit", 0, 16, ())
 
 
 @pytest.mark.parametrize(
@@ -196,18 +204,18 @@ async def test_nonsense_about_one_thing_costs_what_was_believed_and_no_word_abou
     async with following(feed) as events:
         assert feed.index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
         feed.tell(nonsense, admitted("r", "cold"))
-        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold", 0)
+        assert await events.outcome_of(WORKER, "r") == Admitted("r", "cold", 0, 0, ())
         assert not feed.index.longest([SYSTEM.key], [WORKER.boot]) and "q" not in events._feeds[WORKER.url].outcomes
         assert caplog.text.count("events reported by worker w: V") == 1
         feed.tell(admitted("q", "evicted", 16, 163))  # the feed is read on
-        assert await events.outcome_of(WORKER, "q") == EngineOutcome("evicted", 16, (163,))
+        assert await events.outcome_of(WORKER, "q") == Admitted("q", "evicted", 0, 16, (163,))
 
 
 async def test_words_that_nobody_asks_for_are_bounded(monkeypatch):
     monkeypatch.setattr(engine_events, "MAX_OUTCOMES", 100)
     async with reading(Feed(*(f"r{number}" for number in range(105)))) as events:
         for name in ("r104", "r103"):
-            assert await events.outcome_of(WORKER, name) == EngineOutcome("hit", 0)
+            assert await events.outcome_of(WORKER, name) == Admitted(name, "hit", 0, 0, ())
         (feed,) = events._feeds.values()
         assert len(feed.outcomes) == 98 and "r4" not in feed.outcomes and "r5" in feed.outcomes
 
@@ -274,8 +282,8 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
 
 def test_an_outcome_comes_in_the_header_of_a_whole_answer():
     outcome_in = engine_events.outcome_in
-    assert outcome_in("hit,160,163,163:0:410") == EngineOutcome("hit", 163, (163, 0, 410))
-    assert outcome_in("hit,160,163,163,pinned") == EngineOutcome("hit", 163, (163,), "pinned")
+    assert outcome_in("hit,160,163,163:0:410") == Admitted("", "hit", 160, 163, (163, 0, 410))
+    assert outcome_in("hit,160,163,163,pinned") == Admitted("", "hit", 160, 163, (163,), "pinned")
     assert not any(map(outcome_in, ("", "hit,160,163,163:x", "hit,160,163,163,not one")))
 
 
