@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, disable_created_metrics
 from prometheus_client.metrics_core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
@@ -33,13 +33,15 @@ Labels = tuple[str, ...]
 class Tally(defaultdict[Labels, float]):
     """A counter for the event loop alone, by its labels' values: `tally[model, worker] += 1`."""
 
-    def __init__(self, name: str, counted: str, labels: Labels) -> None:
+    _type = "counter"
+
+    def __init__(self, name: str, counted: str, *labels: str) -> None:
         super().__init__(float)
-        self._name, self._type, self._counted, self._labelnames = PREFIX + name, "counter", counted, labels
+        self._name, self._documentation, self._labelnames = PREFIX + name.removesuffix("_total"), counted, labels
 
     def family(self, series: Iterable[Labels]) -> Metric:
         """Those of its series, 0 for what was not counted."""
-        family = CounterMetricFamily(self._name, self._counted, labels=self._labelnames)
+        family = CounterMetricFamily(self._name, self._documentation, labels=self._labelnames)
         for labels in series:
             family.add_metric(labels, self.get(labels, 0.0))
         return family
@@ -54,11 +56,14 @@ class Tally(defaultdict[Labels, float]):
 class Distribution:
     """A histogram for the event loop alone, by its labels' values."""
 
-    def __init__(self, name: str, measured: str, labels: Labels, bounds: tuple[float, ...] = SECONDS) -> None:
-        self._name, self._type, self._measured, self._labelnames = PREFIX + name, "histogram", measured, labels
-        self._bounds = bounds
+    _type = "histogram"
+
+    def __init__(self, name: str, measured: str, *labels: str, bounds: tuple[float, ...] = SECONDS) -> None:
+        self._name, self._documentation, self._labelnames, self._bounds = PREFIX + name, measured, labels, bounds
         # By labels: the count of each bucket, the one beyond all bounds last, and behind them the sum.
         self._series = defaultdict[Labels, list[float]](lambda: [0.0] * (len(bounds) + 2))
+        if not labels:
+            self._series[()]
 
     def observe(self, value: float, *labels: str) -> None:
         series = self._series[labels]
@@ -66,7 +71,7 @@ class Distribution:
         series[-1] += value
 
     def family(self) -> Metric:
-        family = HistogramMetricFamily(self._name, self._measured, labels=self._labelnames)
+        family = HistogramMetricFamily(self._name, self._documentation, labels=self._labelnames)
         names = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]  # type: ignore[no-untyped-call]
         for labels, (*counts, total) in self._series.items():
             family.add_metric(labels, [*zip(names, accumulate(counts), strict=True)], total)
@@ -80,66 +85,59 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         registry.register(self)
 
-        def tally(name: str, counted: str, *labels: str) -> Tally:
-            return Tally(name, counted, labels)
-
         def counter(name: str, counted: str, *labels: str) -> Counter:
             return Counter(PREFIX + name, counted, labels, registry=registry)
 
         def gauge(name: str, shown: str, *labels: str) -> Gauge:
             return Gauge(PREFIX + name, shown, labels, registry=registry)
 
-        self.requests = tally("requests_total", "Proxied requests", *BY_WORKER, "endpoint", "code")
-        self.prompt_tokens = tally("prompt_tokens_total", "Prompt tokens, as the engine reports them", *BY_WORKER)
-        self.shareable_tokens = tally(
+        self.requests = Tally("requests_total", "Proxied requests", *BY_WORKER, "endpoint", "code")
+        self.prompt_tokens = Tally("prompt_tokens_total", "Prompt tokens, as the engine reports them", *BY_WORKER)
+        self.shareable_tokens = Tally(
             "shareable_tokens_total",
             "Prompt tokens up to the deepest boundary that had been forwarded before",
             *BY_WORKER,
         )
-        self.predicted_tokens = tally(
+        self.predicted_tokens = Tally(
             "predicted_tokens_total", "Prompt tokens the chosen worker was expected to have", *BY_WORKER
         )
-        self.cached_tokens = tally("cached_tokens_total", "Prompt tokens the engine reports as cached", *BY_WORKER)
-        self.shared_tokens = tally(
+        self.cached_tokens = Tally("cached_tokens_total", "Prompt tokens the engine reports as cached", *BY_WORKER)
+        self.shared_tokens = Tally(
             "shareable_cached_tokens_total", "Shareable tokens that the engine reports as cached", *BY_WORKER
         )
-        self.key_requests = tally("key_requests_total", "Requests with an API key, by its name", "key")
-        self.key_tokens = tally(
+        self.key_requests = Tally("key_requests_total", "Requests with an API key, by its name", "key")
+        self.key_tokens = Tally(
             "key_tokens_total",
             "Tokens of its requests: of prompts, of those the cached ones, and of answers",
             "key",
             "kind",
         )
-        self.seconds_saved = tally(
+        self.seconds_saved = Tally(
             "seconds_saved_total",
             "Prefill time not spent: cached tokens times what one costs its worker's engine",
             *BY_WORKER,
         )
-        self.seconds_spent = tally(
+        self.seconds_spent = Tally(
             "seconds_spent_total",
             "Seconds that requests wait for their boundaries, and prefill time of replays",
             *BY_WORKER,
         )
-        self.misses = tally("miss_total", "Requests that got less than they could share", "model", "reason")
+        self.misses = Tally("miss_total", "Requests that got less than they could share", "model", "reason")
         self.explanations_shed = counter(
             "explanations_shed_total", "Requests not compared with recent ones, for want of time"
         )
         self.first_token = Distribution(
             "first_token_seconds",
             "From a request's last byte to its answer's first byte, or first event",
-            ("model", "cache"),
+            "model",
+            "cache",
         )
         self.overhead = Distribution(
-            "overhead_seconds", "Seconds that the gateway itself takes", ("phase",), OVERHEAD_SECONDS
+            "overhead_seconds", "Seconds that the gateway itself takes", "phase", bounds=OVERHEAD_SECONDS
         )
         self.inflight = gauge("inflight", "Requests at a worker", "worker")
         self.queued = gauge("queued", "Requests waiting in the gateway for a slot at a worker")
-        self.queue_seconds = Histogram(
-            PREFIX + "queue_seconds",
-            "Seconds that those waited which did not get a slot at once",
-            buckets=SECONDS,
-            registry=registry,
-        )
+        self.queue_seconds = Distribution("queue_seconds", "Seconds that those waited which did not get a slot at once")
         self.resent = counter(
             "resent_total", "Requests sent again: no connection, a closed one, or a refusal", "worker", "reason"
         )
@@ -155,10 +153,10 @@ class Metrics:
         self.rewrites = counter(
             "rewrites_total", "Requests that a rule changed, or would have changed if it were on", "rule", "applied"
         )
-        self.would_save = tally(
+        self.would_save = Tally(
             "would_save_tokens_total", "Prompt tokens computed again because text before them changes by itself", "text"
         )
-        self.lookups = tally(
+        self.lookups = Tally(
             "boundary_lookups_total", "Searches for boundaries: by learnt facts, by this head, or in vain", "result"
         )
         self.redis_up = gauge("redis_up", "1 while Redis answers, 0 while it does not, NaN if none is set")
