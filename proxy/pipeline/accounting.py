@@ -20,7 +20,7 @@ from proxy.chat.usage import Usage
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
-from proxy.idle_work import IdleWork, Steps, beside, within
+from proxy.idle_work import IdleWork, Steps, within
 from proxy.metrics import Labels, Metrics
 from proxy.observability.explanations import Explanation, Explanations, client_name
 from proxy.observability.reasons import Expectation, reason_for
@@ -30,6 +30,7 @@ from proxy.observability.totals import KeyUsage, RollingSums, TimeSaved
 from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.routing.engine_events import EngineEvents
+from proxy.routing.feed_lines import Admitted
 from proxy.routing.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
@@ -142,28 +143,22 @@ class Accounting(Part):
     def _settle_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         self._count(exchange)
         yield
-        worker, steps = exchange.worker, outcome.explaining
-        if steps is None:  # else its client has left meanwhile
-            if outcome.engine is None and exchange.timings.is_stream and worker is not None and worker.engine:
-                outcome.engine = self._engine_events.told(worker, outcome.engine_id)
-                if outcome.engine is None:
-                    beside(self._ask_engine(exchange, outcome, worker))
-                    return
+        worker = exchange.worker
+        if outcome.engine is None and exchange.timings.is_stream and worker is not None and worker.engine is not None:
+            self._engine_events.ask(worker, outcome.engine_id, partial(self._told, exchange, outcome))
+        else:
+            yield from self._explain_later(exchange, outcome)
+
+    def _told(self, exchange: Exchange, outcome: RequestOutcome, engine: Admitted | None) -> None:
+        outcome.engine = engine
+        self._idle.add(self._explain_later(exchange, outcome))
+
+    def _explain_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
+        steps = outcome.explaining  # its client has left meanwhile
+        if steps is None:
             steps = self._explain(exchange, outcome)
         if steps is not None:
             yield from steps
-        self._conclude(exchange)
-
-    async def _ask_engine(self, exchange: Exchange, outcome: RequestOutcome, worker: Worker) -> None:
-        """Explain a stream once its engine has been asked."""
-        try:
-            outcome.engine = await self._engine_events.outcome_of(worker, outcome.engine_id)
-        except Exception as error:
-            _log("asking for", exchange, error)
-        await self._idle.lull()
-        steps = self._explain(exchange, outcome)
-        if steps is not None:
-            await self._idle.finish(steps)
         self._conclude(exchange)
 
     def _count(self, exchange: Exchange) -> None:

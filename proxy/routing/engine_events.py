@@ -69,7 +69,7 @@ class _FeedReader:
     read_as: str = ""  # the worker's boot identity at the last read
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
     outcomes: OrderedDict[str, Admitted] = field(default_factory=OrderedDict)  # by request id
-    waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
+    waiting: dict[str, Callable[[Admitted | None], None]] = field(default_factory=dict)  # for these, by request id
     pins: dict[str, asyncio.Future[str]] = field(default_factory=dict)  # asked for, by request id
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
@@ -125,19 +125,17 @@ class EngineEvents(Part):
         if (feed := self._feeds.get(worker.url)) is not None:
             feed.held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
-    def told(self, worker: Worker, request_id: str) -> Admitted | None:
-        """What the engine has said by now of a request that `worker` has answered."""
-        return self._feeds[worker.url].outcomes.pop(request_id, None)
-
-    async def outcome_of(self, worker: Worker, request_id: str) -> Admitted | None:
-        """The same, once it says so; None if it says nothing."""
+    def ask(self, worker: Worker, request_id: str, then: Callable[[Admitted | None], None]) -> None:
+        """Have `then` called once with what the engine says of a request, which has been answered; None: nothing."""
         feed = self._feeds[worker.url]
-        if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
-            reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
-            self._ensure_reader(worker, feed)
-            await asyncio.wait((reported,), timeout=PATIENCE)
-            feed.waiting.pop(request_id, None)
-        return feed.outcomes.pop(request_id, None)
+        told = feed.outcomes.pop(request_id, None)
+        if told is not None or time.monotonic() < feed.silent_until:
+            then(told)
+            return
+        _answer(feed, request_id, None)  # of another request of that name
+        feed.waiting[request_id] = then
+        self._ensure_reader(worker, feed)
+        asyncio.get_running_loop().call_later(PATIENCE, _answer, feed, request_id, None, then)
 
     @contextlib.contextmanager
     def pin_asked(self, worker: Worker, request_id: str) -> Iterator[Callable[[], Awaitable[str]]]:
@@ -204,7 +202,7 @@ class EngineEvents(Part):
             feed.load, worker.others, worker.is_followed = None, Load(), False
         feed.silent_until = time.monotonic() + SILENT_SECONDS
         for request_id in list(feed.waiting):
-            _resolve(feed, request_id)
+            _answer(feed, request_id, None)
 
     async def _read(self, worker: Worker, feed: _FeedReader) -> None:
         place = {"boot": feed.boot, "after": feed.cursor, "wait": POLL_SECONDS, "gateway": self._gateway_id}
@@ -262,9 +260,9 @@ class EngineEvents(Part):
             for event in some:
                 match event:
                     case Admitted():
-                        feed.outcomes[event.request_id] = event
-                        feed.outcomes.move_to_end(event.request_id)
-                        _resolve(feed, event.request_id)
+                        if not _answer(feed, event.request_id, event):
+                            feed.outcomes[event.request_id] = event
+                            feed.outcomes.move_to_end(event.request_id)
                     case Pinned():
                         fates[event.request_id] = event.fate
                     case Cleared():
@@ -285,6 +283,10 @@ class EngineEvents(Part):
             yield
 
 
-def _resolve(feed: _FeedReader, request_id: str) -> None:
-    if (reported := feed.waiting.get(request_id)) is not None and not reported.done():
-        reported.set_result(None)
+def _answer(feed: _FeedReader, request_id: str, told: Admitted | None, only: object = None) -> bool:
+    """Whether somebody has waited for this; `only`: nobody else is answered."""
+    if (then := feed.waiting.get(request_id)) is None or only not in (None, then):
+        return False
+    del feed.waiting[request_id]
+    then(told)
+    return True
