@@ -119,8 +119,8 @@ class TimeSaved:
         self.spent = 0.0  # seconds
         self.vllm_alone = 0.0  # seconds, of those saved: what vLLM alone would have found at most
         self._is_known = False
-        self._waiting = defaultdict[Labels, int](int)  # tokens by model and worker
-        self._waiting_alone = defaultdict[Labels, int](int)  # of these, the tokens in whole cache blocks
+        # By model and worker, tokens, and of these the ones in whole cache blocks.
+        self._waiting = defaultdict[Labels, list[int]](lambda: [0, 0])
 
     @property
     def net(self) -> float | None:
@@ -130,27 +130,30 @@ class TimeSaved:
     @property
     def waiting(self) -> int:
         """Reused tokens whose time is not known yet."""
-        return sum(self._waiting.values())
+        return sum(tokens for tokens, _ in self._waiting.values())
 
     def reused(self, by_worker: Labels, tokens: int, block_size: int = 1) -> None:
         """So many tokens of a prompt for a model came from a worker's cache, whose blocks have `block_size` tokens."""
-        self._waiting[by_worker] += tokens
-        self._waiting_alone[by_worker] += tokens // max(block_size, 1) * block_size
+        waiting = self._waiting[by_worker]
+        waiting[0] += tokens
+        waiting[1] += tokens // max(block_size, 1) * block_size
 
     def forget(self, worker: str) -> None:
         """The worker is gone, and its pace was never known."""
         for by_worker in [each for each in self._waiting if each[1] == worker]:
-            del self._waiting[by_worker], self._waiting_alone[by_worker]
+            del self._waiting[by_worker]
 
     def settle(self, worker: str, step_times: StepTimes) -> dict[Labels, float]:
         """Count the tokens that wait for this worker's pace. Returns their seconds; none while it is unknown."""
         if not step_times.known:
             return {}
         self._is_known = True
-        waiting = [each for each in self._waiting if each[1] == worker]
-        seconds = {each: step_times.seconds(self._waiting.pop(each)) for each in waiting}
-        self.saved += sum(seconds.values())
-        self.vllm_alone += sum(step_times.seconds(self._waiting_alone.pop(each)) for each in waiting)
+        seconds = {}
+        for each in [each for each in self._waiting if each[1] == worker]:
+            tokens, alone = self._waiting.pop(each)
+            seconds[each] = step_times.seconds(tokens)
+            self.saved += seconds[each]
+            self.vllm_alone += step_times.seconds(alone)
         return seconds
 
 

@@ -6,7 +6,6 @@ reason that a whole answer tells, all of it is work beside requests (`proxy.idle
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -40,7 +39,6 @@ logger = logging.getLogger("seamark.gateway")
 NOT_FOUND = 404
 MOST_PARTS = 8  # a change is sought if more than one in so many tokens of a prompt was computed
 SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
-FORGET_SECONDS = 1.0  # between two looks at workers that are gone
 UNKNOWN = "unknown"  # a label: for a model that no worker serves, as clients may name any, and a reason not looked for
 
 
@@ -62,7 +60,7 @@ class Accounting(Part):
     sums: RollingSums = field(default_factory=RollingSums)
     explanations: Explanations = field(default_factory=Explanations)
     _time: TimeSaved = field(default_factory=TimeSaved)
-    _leaving: list[Worker] = field(default_factory=list)  # removed, with requests under way
+    _leaving: dict[str, Worker] = field(default_factory=dict)  # that were removed, by name
 
     def __post_init__(self) -> None:
         self.key_usage = KeyUsage(self._metrics)
@@ -95,6 +93,8 @@ class Accounting(Part):
             outcome.engine_id = f"{name.removeprefix('resp_')}_0"
         if (worker := exchange.worker) is None:
             return
+        if (expected := exchange.expected) is not None:
+            outcome.predicted = expected.found(expected.predicted)
         if _is_stored(exchange):
             self._reader.stored.put(exchange.prompt.chat, answer, worker.boot, head.owner)
         if outcome.usage is None:
@@ -175,15 +175,16 @@ class Accounting(Part):
             self._spend(labels, seconds)
         if worker is None or outcome is None or (usage := outcome.usage) is None:
             return
-        self.used(exchange, usage)
+        if head.key is not None:
+            self.key_usage.tokens(head.key.name, usage)
         metrics.prompt_tokens[labels] += usage.prompt
         if usage.cached is not None:
             metrics.cached_tokens[labels] += usage.cached
             self._time.reused(labels, usage.cached, worker.engine.block_size if worker.engine is not None else 1)
-        if (expected := exchange.expected) is not None:
-            metrics.predicted_tokens[labels] += expected.found(expected.predicted)
+        if exchange.expected is not None:
+            metrics.predicted_tokens[labels] += outcome.predicted
             if usage.cached is None:
-                metrics.shareable_tokens[labels] += expected.shareable(usage.prompt)
+                metrics.shareable_tokens[labels] += exchange.expected.shareable(usage.prompt)
 
     def _explain(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None] | None:
         """Find the reason; returns what is still to be done for that. An answer is not lost for its explanation."""
@@ -207,7 +208,7 @@ class Accounting(Part):
             is_alike = remembered is None or (usage.prompt - usage.cached) * MOST_PARTS < usage.prompt
             if remembered is not None and not is_alike and not self._idle.is_behind and not recent.seeking.is_spent:
                 return self._compare(exchange, expected, usage, outcome, remembered)
-            self._judge(expected, usage, outcome, is_compared=is_alike)
+            self._judge(expected, usage, outcome, is_alike, None)
         except Exception as error:
             _log("explaining", exchange, error)
         return None
@@ -228,7 +229,7 @@ class Accounting(Part):
                 is_compared = True
             if is_compared and change is None and expected.sent_here and outcome.engine is not None:
                 change = yield from recent.rendered_otherwise(new, shared)
-            self._judge(expected, usage, outcome, change, is_compared=is_compared)
+            self._judge(expected, usage, outcome, is_compared, change)
         except Exception as error:
             _log("explaining", exchange, error)
 
@@ -237,17 +238,16 @@ class Accounting(Part):
         expected: Expectation,
         usage: Usage,
         outcome: RequestOutcome,
-        change: PrefixChange | None = None,
-        *,
-        is_compared: bool,
+        compared: bool,
+        change: PrefixChange | None,
     ) -> None:
-        engine = outcome.engine.reason if outcome.engine is not None else ""
         figures = usage.prompt, usage.cached or 0, outcome.shareable, outcome.deepest or usage.prompt
-        reason = reason_for(expected, *figures, engine, change)
-        if not is_compared:  # nothing is known of what came before it but how it begins
+        told = outcome.engine.reason if outcome.engine is not None else ""
+        outcome.change, outcome.reason = change, reason_for(expected, *figures, told, change)
+        if not compared:
             self._metrics.explanations_shed.inc()
-            reason = UNKNOWN if reason == "cold" else reason
-        outcome.change, outcome.reason = change, reason
+            if outcome.reason == "cold":  # as far as is known, but for what was not looked for
+                outcome.reason = UNKNOWN
 
     def _conclude(self, exchange: Exchange) -> None:
         """All is known of it."""
@@ -267,7 +267,7 @@ class Accounting(Part):
     def _count_reuse(self, exchange: Exchange, worker: Worker, outcome: RequestOutcome, usage: Usage) -> None:
         """What came of it from the cache, beside what could have come."""
         metrics, timings, model = self._metrics, exchange.timings, exchange.model_label or UNKNOWN
-        expected, found, change = exchange.expected, exchange.prompt.found, outcome.change
+        found, change = exchange.prompt.found, outcome.change
         cached, shareable, reason = usage.cached or 0, outcome.shareable, outcome.reason or UNKNOWN
         metrics.shareable_tokens[model, worker.name] += shareable
         metrics.shared_tokens[model, worker.name] += min(shareable, cached)
@@ -280,16 +280,14 @@ class Accounting(Part):
             metrics.first_token.observe(timings.first_byte - timings.arrived, model, cache)
         if change is not None and change.kind is not None:
             metrics.would_save[(change.kind,)] += change.lost
-        if expected is None or found is None or reason == "hint_ignored":
-            return
-        if cached < expected.found(expected.predicted):
+        if cached < outcome.predicted and found is not None and reason != "hint_ignored":
             # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
             left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []
             self._engine_events.fell_short(worker, found.prefixes, left, cached)
 
     def _note(self, exchange: Exchange, explanation: Explanation) -> None:
         """Write into it what is known by now, and nothing that holds a prompt's text."""
-        prompt, outcome, expected = exchange.prompt, exchange.outcome, exchange.expected
+        prompt, outcome = exchange.prompt, exchange.outcome
         explanation.model, explanation.rewrites = exchange.model_label, prompt.rewrites
         for name, value in exchange.head.headers:
             if name == b"user-agent":
@@ -301,39 +299,37 @@ class Accounting(Part):
             explanation.worker = exchange.worker.name if exchange.worker is not None else None
             explanation.missing = self._missing(exchange) if explanation.status == NOT_FOUND else None
         # What came of it is there only once it is judged.
-        if outcome is None or outcome.reason is None or outcome.usage is None or expected is None:
+        if outcome is None or outcome.reason is None or outcome.usage is None:
             return
         change = outcome.change
         explanation.sent = exchange.body.hint
         explanation.positions = outcome.engine.positions if outcome.engine is not None else ()
-        explanation.shareable, explanation.predicted = outcome.shareable, expected.found(expected.predicted)
+        explanation.shareable, explanation.predicted = outcome.shareable, outcome.predicted
         explanation.prompt, explanation.delivered = outcome.usage.prompt, outcome.usage.cached
         explanation.reason = outcome.reason if outcome.reason != UNKNOWN else None
         explanation.changed = change.as_json(self._excerpts) if change is not None else None
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        """The figures of a removed worker go once it has answered its last request."""
+        """The figures of a removed worker go once it has answered its last request, and somebody looks at them."""
         if change is Change.REMOVED:
-            self._leaving.append(worker)
+            self._leaving[worker.name] = worker
+            self._forget_gone()
 
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(FORGET_SECONDS)
-            await self._idle.lull()
-            self.forget_gone()
-
-    def forget_gone(self) -> None:
-        """Of workers that are gone and have answered their last request."""
+    def _forget_gone(self) -> None:
         present = {worker.name for worker in self._pool.workers}
-        for worker in [worker for worker in self._leaving if not worker.inflight]:
-            self._leaving.remove(worker)
-            if worker.name not in present:
+        for name, worker in list(self._leaving.items()):
+            if name not in present and not worker.inflight:
+                del self._leaving[name]
                 self._price(worker)
-                self._time.forget(worker.name)
-                self._metrics.forget_worker(worker.name)
+                self._time.forget(name)
+                self._metrics.forget_worker(name)
 
     def time_saved(self) -> TimeSaved:
-        """Seconds saved and spent since the start, at what is known of the workers' pace by now."""
+        """Seconds saved and spent since the start, at what is known of the workers' pace by now.
+
+        To be called before anybody looks at what is counted: what is gone goes, too.
+        """
+        self._forget_gone()
         for worker in self._pool.workers:
             self._price(worker)
         return self._time

@@ -289,6 +289,7 @@ class RequestOutcome(Struct):
     usage: Usage | None = None
     engine: Admitted | None = None  # what its engine says of the request; None: it has to be asked for
     engine_id: str = ""  # what its engine calls the request
+    predicted: int = 0  # what its worker was expected to find
     shareable: int = 0
     deepest: int = 0  # its own deepest boundary, 0 if that is not known
     change: PrefixChange | None = None  # where the request differs from the nearest recent one
