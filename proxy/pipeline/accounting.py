@@ -234,12 +234,7 @@ class Accounting(Part):
             _log("explaining", exchange, error)
 
     def _judge(
-        self,
-        expected: Expectation,
-        usage: Usage,
-        outcome: RequestOutcome,
-        compared: bool,
-        change: PrefixChange | None,
+        self, expected: Expectation, usage: Usage, outcome: RequestOutcome, compared: bool, change: PrefixChange | None
     ) -> None:
         figures = usage.prompt, usage.cached or 0, outcome.shareable, outcome.deepest or usage.prompt
         told = outcome.engine.reason if outcome.engine is not None else ""
