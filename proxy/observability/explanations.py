@@ -59,10 +59,9 @@ class Explanation(Struct, eq=False):
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""
         positions = resolved_positions(self.sent, self.positions)
-        named = [(each.entry, None if each.entry is None else positions.get(each.entry)) for each in self.boundaries]
-        kinds = [each.kind for each in self.boundaries]
         boundaries = [
-            {"entry": entry, "tokens": tokens, "kind": kind} for (entry, tokens), kind in zip(named, kinds, strict=True)
+            {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
+            for kind, _, entry, *_ in self.boundaries
         ]
         shown = {name: value for name, value in asdict(self).items() if name not in ("owner", "look")}
         return {**shown, "boundaries": boundaries, "would_save": self.would_save}

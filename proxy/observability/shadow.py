@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 from xxhash import xxh3_64_digest
 
 from proxy.boundaries.boundary import Found
@@ -60,7 +61,7 @@ CHANGED = "prefix_changed"
 REFUSED = "hint_ignored"
 
 
-class AnsweredRequest(NamedTuple):
+class AnsweredRequest(msgspec.Struct):
     """A request that a worker without the plugin has answered; lengths in tokens."""
 
     chat: Chat | None  # None: no boundaries are sought in it
@@ -74,8 +75,8 @@ class AnsweredRequest(NamedTuple):
     seconds: float | None  # to its first token; None if that cannot be seen from outside
     alone: bool  # no other request was at the worker until then
     owner: str | None  # the API key it came with
-    record: Explanation | None
-    at: float  # time.perf_counter() when it had been answered
+    record: Explanation | None  # None: it was not read
+    at: float = msgspec.field(default_factory=time.perf_counter)  # when it had been answered
 
 
 class ReadPrompt(NamedTuple):

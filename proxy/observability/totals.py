@@ -13,7 +13,6 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from proxy.chat.usage import Usage
 from proxy.fleet.worker_metrics import StepTimes
 from proxy.metrics import Labels, Metrics
 
@@ -157,23 +156,11 @@ class TimeSaved:
         return seconds
 
 
-class KeyUsage:
+def by_key(metrics: Metrics) -> list[dict[str, Any]]:
     """What each API key has used since the start, by its name in the keys file, also one that is there no more."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._requests, self._tokens = metrics.key_requests, metrics.key_tokens
-
-    def tokens(self, name: str, usage: Usage) -> None:
-        """An engine has reported the tokens of a request with the key called `name`: none if its client left early."""
-        for kind, tokens in (("prompt", usage.prompt), ("cached", usage.cached or 0), ("output", usage.output)):
-            self._tokens[name, kind] += tokens
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Totals of all keys that were used, by name; lengths in tokens."""
-        requests, tokens = self._requests, self._tokens
-        names = sorted({name for name, *_ in (*requests, *tokens)})
-        return [
-            {"name": name, "requests": int(requests.get((name,), 0))}
-            | {f"{kind}_tokens": int(tokens.get((name, kind), 0)) for kind in ("prompt", "cached", "output")}
-            for name in names
-        ]
+    requests, tokens = metrics.key_requests, metrics.key_tokens
+    return [
+        {"name": name, "requests": int(requests.get((name,), 0))}
+        | {f"{kind}_tokens": int(tokens.get((name, kind), 0)) for kind in ("prompt", "cached", "output")}
+        for name in sorted({name for name, *_ in (*requests, *tokens)})
+    ]

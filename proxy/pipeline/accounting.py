@@ -25,7 +25,7 @@ from proxy.observability.explanations import Explanation, Explanations, client_n
 from proxy.observability.reasons import Expectation, reason_for
 from proxy.observability.request_diff import PrefixChange, RememberedRequest
 from proxy.observability.shadow import AnsweredRequest, Shadow
-from proxy.observability.totals import KeyUsage, RollingSums, TimeSaved
+from proxy.observability.totals import RollingSums, TimeSaved
 from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.routing.engine_events import EngineEvents
@@ -61,9 +61,6 @@ class Accounting(Part):
     explanations: Explanations = field(default_factory=Explanations)
     _time: TimeSaved = field(default_factory=TimeSaved)
     _leaving: dict[str, Worker] = field(default_factory=dict)  # that were removed, by name
-
-    def __post_init__(self) -> None:
-        self.key_usage = KeyUsage(self._metrics)
 
     def begin(self, exchange: Exchange) -> None:
         """A request has come with its body."""
@@ -122,7 +119,8 @@ class Accounting(Part):
     def used(self, exchange: Exchange, usage: Usage | None) -> None:
         """An answer says what its request took: it counts for the key."""
         if usage is not None and (key := exchange.head.key) is not None:
-            self.key_usage.tokens(key.name, usage)
+            for kind, tokens in (("prompt", usage.prompt), ("cached", usage.cached or 0), ("output", usage.output)):
+                self._metrics.key_tokens[key.name, kind] += tokens
 
     def settle(self, exchange: Exchange) -> None:
         """Have the request counted, however it ended, and explained if that is still to be done."""
@@ -176,7 +174,7 @@ class Accounting(Part):
         if worker is None or outcome is None or (usage := outcome.usage) is None:
             return
         if head.key is not None:
-            self.key_usage.tokens(head.key.name, usage)
+            self.used(exchange, usage)
         metrics.prompt_tokens[labels] += usage.prompt
         if usage.cached is not None:
             metrics.cached_tokens[labels] += usage.cached
@@ -257,7 +255,7 @@ class Accounting(Part):
             name = worker.name if worker is not None else None
             trace.end(status, model, name, exchange.timings.stages(), record)
         if worker is not None and outcome is not None and worker.engine is None and status == 200:
-            self._shadow.add(_for_shadow(exchange, worker, model, outcome.usage))
+            self._shadow.add(_for_shadow(exchange, worker, outcome.usage))
 
     def _count_reuse(self, exchange: Exchange, worker: Worker, outcome: RequestOutcome, usage: Usage) -> None:
         """What came of it from the cache, beside what could have come."""
@@ -374,7 +372,7 @@ def _log(doing: str, exchange: Exchange, error: Exception) -> None:
     logger.error("%s request %s: %s", doing, exchange.head.request_id, type(error).__name__)
 
 
-def _for_shadow(exchange: Exchange, worker: Worker, model: str, usage: Usage | None) -> AnsweredRequest:
+def _for_shadow(exchange: Exchange, worker: Worker, usage: Usage | None) -> AnsweredRequest:
     timings = exchange.timings
     seconds = None
     # A response's first event comes before its prompt is computed.
@@ -384,7 +382,7 @@ def _for_shadow(exchange: Exchange, worker: Worker, model: str, usage: Usage | N
         chat=exchange.prompt.chat,
         worker=worker,
         boot=worker.boot,
-        model=model,
+        model=exchange.model_label or UNKNOWN,
         size=len(exchange.body.raw),
         memory=exchange.body.memory.size,
         prompt=usage.prompt if usage is not None else None,
@@ -393,5 +391,4 @@ def _for_shadow(exchange: Exchange, worker: Worker, model: str, usage: Usage | N
         alone=timings.was_alone,
         owner=exchange.head.owner,
         record=exchange.record,
-        at=time.perf_counter(),
     )

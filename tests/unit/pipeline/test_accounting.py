@@ -21,6 +21,7 @@ from proxy.http.client import Unreachable
 from proxy.idle_work import CpuBudget, IdleWork
 from proxy.observability.reasons import Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
+from proxy.observability.totals import by_key
 from proxy.pipeline import accounting
 from proxy.pipeline.exchange import Choice, Exchange, Prompt, RequestOutcome, exchange_of
 from proxy.routing.feed_lines import Admitted
@@ -269,7 +270,7 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     nowhere.choice = None
     assert await scene.answered(nowhere, Usage(100, 16, 7)) is None
     assert counted() == [400, 112, 240, 96, 240]
-    (used,) = scene.accounting.key_usage.as_json()
+    (used,) = by_key(scene.accounting._metrics)
     assert (used["prompt_tokens"], used["cached_tokens"], used["output_tokens"]) == (100, 80, 7)
 
 
