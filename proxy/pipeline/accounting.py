@@ -190,54 +190,56 @@ class Accounting(Part):
         if expected is None or usage is None or usage.cached is None:
             return None
         try:
+            prompt = outcome.prompt = usage.prompt
+            outcome.cached = usage.cached
             positions = dict(zip(exchange.body.hint, engine.positions, strict=False)) if engine is not None else {}
-            outcome.deepest = 0
             for boundary in found.boundaries if found is not None else ():
                 tokens = boundary.tokens if boundary.entry is None else positions.get(boundary.entry, 0)
                 if tokens > outcome.deepest:
                     outcome.deepest = tokens
                 # An engine whose feed cannot be followed says so here alone.
-                if tokens != boundary.tokens and 0 < tokens <= usage.prompt:
+                if tokens != boundary.tokens and 0 < tokens <= prompt:
                     self._reader.told(boundary.key, tokens)
                     self._prefix_index.set_length(boundary.key, tokens)
-            outcome.shareable = expected.shareable(usage.prompt, engine.shared if engine is not None else None)
+            outcome.shareable = expected.shareable(prompt, engine.shared if engine is not None else None)
             remembered, recent = exchange.prompt.remembered, self._reader.recent
-            # Comparing takes a millisecond, so it is not done where little was computed.
-            is_alike = remembered is None or (usage.prompt - usage.cached) * MOST_PARTS < usage.prompt
-            if remembered is not None and not is_alike and not self._idle.is_behind and not recent.seeking.is_spent:
-                return self._compare(exchange, expected, usage, outcome, remembered)
-            self._judge(expected, usage, outcome, is_alike, None)
+            if remembered is None or (prompt - usage.cached) * MOST_PARTS < prompt:
+                self._judge(expected, outcome, None, True)
+            elif self._idle.is_behind or recent.seeking.is_spent:
+                self._judge(expected, outcome, None, False)
+            else:
+                return self._compare(exchange, expected, outcome, remembered)
         except Exception as error:
-            _log("explaining", exchange, error)
+            _log(exchange, error)
         return None
 
     def _compare(
-        self, exchange: Exchange, expected: Expectation, usage: Usage, outcome: RequestOutcome, new: RememberedRequest
+        self, exchange: Exchange, expected: Expectation, outcome: RequestOutcome, new: RememberedRequest
     ) -> Steps[None]:
         """Find where the request differs in the middle from a recent one, and then the reason."""
         change, is_compared, recent = None, False, self._reader.recent
-        shared = max(outcome.shareable, usage.cached or 0)
+        shared = max(outcome.shareable, outcome.cached)
         # Some worker may have been sent more than what an engine, or the memory of recent requests, still knows.
         sent = max(shared, expected.ever_sent.tokens if expected.ever_sent is not None else 0)
         try:
             # A whole answer waits for its reason, and each step of the search for all that the loop has to do.
-            steps = recent.seeking.spend(recent.seek_change(new, usage.prompt, sent))
+            steps = recent.seeking.spend(recent.seek_change(new, outcome.prompt, sent))
             with suppress(TimeoutError):
                 change = yield from within(math.inf if exchange.is_over else SEEK_SECONDS, steps)
                 is_compared = True
             if is_compared and change is None and expected.sent_here and outcome.engine is not None:
                 change = yield from recent.rendered_otherwise(new, shared)
-            self._judge(expected, usage, outcome, is_compared, change)
+            self._judge(expected, outcome, change, is_compared)
         except Exception as error:
-            _log("explaining", exchange, error)
+            _log(exchange, error)
 
     def _judge(
-        self, expected: Expectation, usage: Usage, outcome: RequestOutcome, compared: bool, change: PrefixChange | None
+        self, expected: Expectation, outcome: RequestOutcome, change: PrefixChange | None, is_compared: bool
     ) -> None:
-        figures = usage.prompt, usage.cached or 0, outcome.shareable, outcome.deepest or usage.prompt
+        figures = outcome.prompt, outcome.cached, outcome.shareable, outcome.deepest or outcome.prompt
         told = outcome.engine.reason if outcome.engine is not None else ""
         outcome.change, outcome.reason = change, reason_for(expected, *figures, told, change)
-        if not compared:
+        if not is_compared:
             self._metrics.explanations_shed.inc()
             if outcome.reason == "cold":  # as far as is known, but for what was not looked for
                 outcome.reason = UNKNOWN
@@ -246,8 +248,8 @@ class Accounting(Part):
         """All is known of it."""
         worker, outcome, record, trace = exchange.worker, exchange.outcome, exchange.record, exchange.trace
         model, status = exchange.model_label or UNKNOWN, exchange.reply.status
-        if worker is not None and outcome is not None and outcome.usage is not None and outcome.reason is not None:
-            self._count_reuse(exchange, worker, outcome, outcome.usage)
+        if worker is not None and outcome is not None and outcome.reason is not None:
+            self._count_reuse(exchange, worker, outcome, outcome.reason)
         if record is not None:
             self._note(exchange, record)
             record.look = None
@@ -257,15 +259,15 @@ class Accounting(Part):
         if worker is not None and outcome is not None and worker.engine is None and status == 200:
             self._shadow.add(_for_shadow(exchange, worker, outcome.usage))
 
-    def _count_reuse(self, exchange: Exchange, worker: Worker, outcome: RequestOutcome, usage: Usage) -> None:
+    def _count_reuse(self, exchange: Exchange, worker: Worker, outcome: RequestOutcome, reason: str) -> None:
         """What came of it from the cache, beside what could have come."""
         metrics, timings, model = self._metrics, exchange.timings, exchange.model_label or UNKNOWN
         found, change = exchange.prompt.found, outcome.change
-        cached, shareable, reason = usage.cached or 0, outcome.shareable, outcome.reason or UNKNOWN
+        cached, shareable = outcome.cached, outcome.shareable
         metrics.shareable_tokens[model, worker.name] += shareable
         metrics.shared_tokens[model, worker.name] += min(shareable, cached)
         lost = change.lost if change is not None and not change.is_salt else 0
-        self.sums.add(usage.prompt, shareable, cached, lost)
+        self.sums.add(outcome.prompt, shareable, cached, lost)
         if reason != "hit":
             metrics.misses[model, reason] += 1
         if timings.first_byte is not None:
@@ -292,13 +294,13 @@ class Accounting(Part):
             explanation.worker = exchange.worker.name if exchange.worker is not None else None
             explanation.missing = self._missing(exchange) if explanation.status == NOT_FOUND else None
         # What came of it is there only once it is judged.
-        if outcome is None or outcome.reason is None or outcome.usage is None:
+        if outcome is None or outcome.reason is None:
             return
         change = outcome.change
         explanation.sent = exchange.body.hint
         explanation.positions = outcome.engine.positions if outcome.engine is not None else ()
         explanation.shareable, explanation.predicted = outcome.shareable, outcome.predicted
-        explanation.prompt, explanation.delivered = outcome.usage.prompt, outcome.usage.cached
+        explanation.prompt, explanation.delivered = outcome.prompt, outcome.cached
         explanation.reason = outcome.reason if outcome.reason != UNKNOWN else None
         explanation.changed = change.as_json(self._excerpts) if change is not None else None
 
@@ -367,9 +369,9 @@ def _is_stored(exchange: Exchange) -> bool:
     return flag(exchange.body.parsed.get("store", True)) is not False
 
 
-def _log(doing: str, exchange: Exchange, error: Exception) -> None:
+def _log(exchange: Exchange, error: Exception) -> None:
     # The kind alone: the message might hold prompt text.
-    logger.error("%s request %s: %s", doing, exchange.head.request_id, type(error).__name__)
+    logger.error("explaining request %s: %s", exchange.head.request_id, type(error).__name__)
 
 
 def _for_shadow(exchange: Exchange, worker: Worker, usage: Usage | None) -> AnsweredRequest:

@@ -290,6 +290,8 @@ class RequestOutcome(Struct):
     engine: Admitted | None = None  # what its engine says of the request; None: it has to be asked for
     engine_id: str = ""  # what its engine calls the request
     predicted: int = 0  # what its worker was expected to find
+    prompt: int = 0  # of `usage`, as these: once it is judged
+    cached: int = 0
     shareable: int = 0
     deepest: int = 0  # its own deepest boundary, 0 if that is not known
     change: PrefixChange | None = None  # where the request differs from the nearest recent one

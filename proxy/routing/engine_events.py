@@ -24,7 +24,7 @@ from proxy.http.json_body import OverBound
 from proxy.idle_work import IdleWork, Steps, batched
 from proxy.printable import printable
 from proxy.routing import feed_lines
-from proxy.routing.feed_lines import AdapterGone, Admitted, Cleared, Event, FeedLine, Pinned
+from proxy.routing.feed_lines import AdapterGone, Admitted, Cleared, FeedLine, Pinned
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -231,40 +231,22 @@ class EngineEvents(Part):
         if line.reset and feed.read_as:  # at the first read, nothing is recorded that could be wrong
             feed.held_states.forget_all(feed.read_as)
         feed.read_as = worker.boot
-        events: list[Event] = []
-        failed: Exception | None = None
+        changes: dict[tuple[Change, str], None] = {}
+        is_lost, failed = False, None
         for some in batched(line.events, STEP_EVENTS):
             for raw in some:
                 try:
-                    events.append(event := feed_lines.read_event(raw))
+                    event = feed_lines.read_event(raw)
                     feed.held_states.apply(event, worker.boot)
                 except Exception as error:  # reading it again would fail in the same way
                     failed = error
-            yield
-        if failed is not None:
-            logger.error("events reported by worker %s: %s", worker.name, type(failed).__name__)
-            feed.held_states.forget_all(worker.boot)
-        yield from self._tell(worker, feed, events)
-        worker.draft_gate = None
-        if line.drafts is not None:
-            state, figures = map(printable, line.drafts)
-            worker.draft_gate = GateReport(state, figures, time.perf_counter())
-        feed.boot, feed.cursor, feed.load = line.boot, line.cursor, Load(*line.load) if line.load else None
-        worker.others = feed.load or Load()
-
-    def _tell(self, worker: Worker, feed: _FeedReader, events: Sequence[Event]) -> Steps[None]:
-        """Tell of requests whoever waits for that, and of the cache all parts, each change once."""
-        changes, fates = dict[tuple[Change, str], None](), dict[str, str]()
-        is_lost = False
-        for some in batched(events, STEP_EVENTS):
-            for event in some:
+                    continue
                 match event:
-                    case Admitted():
-                        if not _answer(feed, event.request_id, event):
-                            feed.outcomes[event.request_id] = event
-                            feed.outcomes.move_to_end(event.request_id)
-                    case Pinned():
-                        fates[event.request_id] = event.fate
+                    case Admitted() if not _answer(feed, event.request_id, event):
+                        feed.outcomes[event.request_id] = event
+                        feed.outcomes.move_to_end(event.request_id)
+                    case Pinned() if (asked := feed.pins.get(event.request_id)) is not None and not asked.done():
+                        asked.set_result(event.fate)
                     case Cleared():
                         changes[Change.CLEARED, ""] = None
                         is_lost = is_lost or bool(event.why)
@@ -273,14 +255,20 @@ class EngineEvents(Part):
             while len(feed.outcomes) > MAX_OUTCOMES:
                 feed.outcomes.popitem(last=False)
             yield
-        for name, asked in feed.pins.items():
-            if name in fates and not asked.done():
-                asked.set_result(fates[name])
+        if failed is not None:
+            logger.error("events reported by worker %s: %s", worker.name, type(failed).__name__)
+            feed.held_states.forget_all(worker.boot)
         if is_lost:
             logger.warning("worker %s: reports were lost, so what it holds is forgotten", worker.name)
         for change, name in changes:
             self._shelf.tell(worker, change, name)
             yield
+        worker.draft_gate = None
+        if line.drafts is not None:
+            state, figures = map(printable, line.drafts)
+            worker.draft_gate = GateReport(state, figures, time.perf_counter())
+        feed.boot, feed.cursor, feed.load = line.boot, line.cursor, Load(*line.load) if line.load else None
+        worker.others = feed.load or Load()
 
 
 def _answer(feed: _FeedReader, request_id: str, told: Admitted | None, only: object = None) -> bool:
