@@ -163,11 +163,13 @@ class CpuBudget:
         return self._left <= 0
 
     def spend(self, steps: Steps[T]) -> Steps[T]:
-        """The same; what it takes is charged, be it more than there is."""
+        """The same, some at a time; what that takes is charged, be it more than there is."""
         while True:
-            began = self._cpu()
+            began, until = self._cpu(), time.perf_counter() + SLICE_SECONDS
             try:
                 next(steps)
+                while time.perf_counter() < until:
+                    next(steps)
             except StopIteration as done:
                 return done.value  # type: ignore[no-any-return]  # as `Steps` has it
             finally:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import lru_cache
 from itertools import islice
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
-from proxy.boundaries.boundary import Entry, resolved_positions
+from msgspec import Struct, field
+from msgspec.structs import asdict
+
+from proxy.boundaries.boundary import Boundary, Entry, resolved_positions
 
 MAX_REQUESTS = 10_000  # explained, the last ones
 MAX_CHARACTERS = 32  # of a client's name
@@ -22,65 +25,46 @@ _PRODUCT = re.compile(r"([A-Za-z][\w.+@/-]*)(?: (\d[\w.+-]*))?")
 _BROWSER = re.compile(r"\b(Edg|OPR|Firefox|Chrome|Safari)/\d+")
 
 
-class Explanation(NamedTuple):
-    """One request; lengths in tokens."""
+class Explanation(Struct, eq=False):
+    """One request; lengths in tokens. Its figures are noted when it is over, and put into words when somebody asks."""
 
     request_id: str
     endpoint: str
     owner: str | None = None  # of the API key it came with; not shown
-    began: float = 0.0  # seconds since the epoch
+    began: float = field(default_factory=time.time)  # seconds since the epoch
+    look: Callable[[Explanation], None] | None = None  # notes how the request stands; None once it is over
     status: int | None = None  # of the answer, 499 if the client left; None while it is under way
     model: str | None = None
     worker: str | None = None
-    lookup: str | None = None  # how its boundaries were found
-    boundaries: tuple[tuple[Entry | None, str], ...] = ()  # what is said of each, and its kind
+    lookup: str = "none"  # how its boundaries were found
+    boundaries: tuple[Boundary, ...] = ()
     sent: tuple[Entry, ...] = ()  # the hint
     positions: tuple[int, ...] = ()  # what the engine made of it, in the hint's order; 0 for what is not there
     shareable: int | None = None
     predicted: int | None = None
     prompt: int | None = None
     delivered: int | None = None
-    reason: str | None = None  # None until the answer is complete, and if the worker reports no cached tokens
+    reason: str | None = None  # None until the answer is complete, and if it is not known
     changed: dict[str, Any] | None = None  # where it differs from the nearest recent request
-    would_save: Mapping[str, int] = MappingProxyType({})  # tokens behind text that changes, by its kind
     rewrites: tuple[str, ...] = ()
     lost: dict[str, int] | None = None  # tokens by reason, in shadow mode; None until it is judged
     client: str | None = None  # name and version that the client gives itself, shortened
     missing: str | None = None  # what an answer 404 did not find: "model", "response" or "endpoint"
 
+    @property
+    def would_save(self) -> dict[str, int]:
+        """Tokens behind text that changes by itself, by its kind."""
+        return {kind: self.changed["lost"]} if self.changed is not None and (kind := self.changed["kind"]) else {}
+
     def as_json(self) -> dict[str, Any]:
         """For `/seamark/requests/{id}`."""
         positions = resolved_positions(self.sent, self.positions)
-        named = [(entry, None if entry is None else positions.get(entry), kind) for entry, kind in self.boundaries]
-        boundaries = [{"entry": entry, "tokens": tokens, "kind": kind} for entry, tokens, kind in named]
-        shown = {name: value for name, value in self._asdict().items() if name != "owner"}
-        return {**shown, "boundaries": boundaries, "would_save": dict(self.would_save)}
-
-
-class Record:
-    """What is said of one request: what is known by now while it is under way, and from its end on always the same."""
-
-    __slots__ = ("_amended", "_so_far", "began")
-
-    def __init__(self, so_far: Callable[[Record], Explanation]) -> None:
-        """`so_far` explains the request as it stands."""
-        self.began = time.time()  # seconds since the epoch
-        self._so_far: Callable[[Record], Explanation] | Explanation = so_far
-        self._amended: dict[str, Any] = {}
-
-    @property
-    def explanation(self) -> Explanation:
-        explanation = self._so_far if isinstance(self._so_far, Explanation) else self._so_far(self)
-        return explanation._replace(**self._amended) if self._amended else explanation
-
-    def settle(self) -> None:
-        """The request is over: nothing of it is kept but its explanation."""
-        if not isinstance(self._so_far, Explanation):
-            self._so_far = self._so_far(self)
-
-    def amend(self, **fields: Any) -> None:
-        """What was found out later, as fields of its explanation."""
-        self._amended |= fields
+        boundaries = [
+            {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
+            for kind, _, entry, *_ in self.boundaries
+        ]
+        shown = {name: value for name, value in asdict(self).items() if name not in ("owner", "look")}
+        return {**shown, "boundaries": boundaries, "would_save": self.would_save}
 
 
 class Explanations:
@@ -88,36 +72,41 @@ class Explanations:
 
     def __init__(self, most: int = MAX_REQUESTS) -> None:
         self._most = most
-        self._records: OrderedDict[tuple[str | None, str], Record] = OrderedDict()  # by owner and id
+        self._requests: OrderedDict[tuple[str | None, str], Explanation] = OrderedDict()  # by owner and id
 
-    def begin(self, request_id: str, owner: str | None, so_far: Callable[[Record], Explanation]) -> Record:
-        """A request of the API key `owner` is under way; settle what is returned when it is over."""
-        name = (owner, request_id)
-        record = self._records[name] = Record(so_far)
-        self._records.move_to_end(name)
-        if len(self._records) > self._most:
-            self._records.popitem(last=False)
-        return record
+    def begin(self, explanation: Explanation) -> None:
+        """A request is under way."""
+        name = explanation.owner, explanation.request_id
+        self._requests[name] = explanation
+        self._requests.move_to_end(name)
+        if len(self._requests) > self._most:
+            self._requests.popitem(last=False)
 
     def newest(self, most: int) -> list[Explanation]:
         """The last ones, at most so many, the newest first."""
-        return [record.explanation for record in islice(reversed(self._records.values()), most)]
+        return [_as_it_stands(each) for each in islice(reversed(self._requests.values()), most)]
 
     def get(self, request_id: str, owner: str | None = None) -> Explanation | None:
         """The last request of this id that came with the API key `owner`."""
-        record = self._records.get((owner, request_id))
-        return record.explanation if record is not None else None
+        found = self._requests.get((owner, request_id))
+        return _as_it_stands(found) if found is not None else None
 
     def of_anyone(self, request_id: str) -> Explanation | None:
         """The last request of this id; for operators."""
-        newest = reversed(self._records.items())
-        return next((record.explanation for (_, name), record in newest if name == request_id), None)
+        newest = reversed(self._requests.items())
+        return next((_as_it_stands(found) for (_, name), found in newest if name == request_id), None)
 
 
-def client_name(user_agent: str | None) -> str | None:
+def _as_it_stands(explanation: Explanation) -> Explanation:
+    if explanation.look is not None:
+        explanation.look(explanation)
+    return explanation
+
+
+@lru_cache(maxsize=64)
+def client_name(header: bytes) -> str | None:
     """The client's name and version, at most `MAX_CHARACTERS`; None if its header says nothing of that form."""
-    if user_agent is None:
-        return None
+    user_agent = header.decode("latin-1")
     if user_agent.startswith("Mozilla/"):
         browser = _BROWSER.search(user_agent)
         return browser[0] if browser is not None else "a browser"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from proxy.observability.request_diff import PrefixChange
 from proxy.routing.prefix_index import Prefix
 
@@ -85,7 +87,7 @@ REASON_TEXT = {
 }
 
 
-class Expectation(NamedTuple):
+class Expectation(Struct):
     """What was known when the request was sent; lengths in tokens."""
 
     failure: str | None  # why no hint was sent
@@ -105,37 +107,16 @@ class Expectation(NamedTuple):
         """What a request finds of `held` tokens: an engine has told a state's position, or else a prefix's length."""
         return self.deliverable(held) if held % self.match_unit else held
 
+    def shareable(self, prompt: int, told: int | None = None) -> int:
+        """Of the prompt, what lies before the point where it leaves every earlier one; its last token is computed.
 
-class Delivery(NamedTuple):
-    """What a request got, beside what it could have got; lengths in tokens."""
-
-    prompt: int
-    cached: int
-    shareable: int  # before the point where the prompt leaves every earlier one
-    unchanged: int  # deepest boundary that it could share if nothing in it had changed, 0 if that is not known
-    deepest: int  # its own deepest boundary
-    engine: str | None = None  # the engine's reason
-
-    @classmethod
-    def of(
-        cls,
-        expected: Expectation,
-        prompt: int,
-        cached: int,
-        shared: int | None = None,
-        unchanged: int = 0,
-        deepest: int = 0,
-        engine: str | None = None,
-    ) -> Delivery:
-        """`shared`: what the worker's engine says the prompt shares with earlier ones, None if it does not say.
-
-        An engine does not know what others were sent; what it does know stands. The last token is always computed.
+        `told`: what the worker's engine says that it shares with earlier ones, None if it does not say. An engine does
+        not know what others were sent; what it does know stands.
         """
-        known = expected.sent.tokens if expected.sent is not None else 0
-        if shared is not None:
-            known = shared if expected.sent_here else max(shared, known)
-        shareable = min(expected.deliverable(known), expected.deliverable(prompt - (not expected.ahead)))
-        return cls(prompt, cached, shareable, unchanged, deepest or prompt, engine)
+        known = self.sent.tokens if self.sent is not None else 0
+        if told is not None:
+            known = told if self.sent_here or told > known else known
+        return self.deliverable(min(known, prompt - (not self.ahead)))
 
 
 # Two states are not kept so near each other (match units): what lies between them is no loss. A match unit may be a
@@ -146,25 +127,35 @@ NEAR_UNITS, NEAR_TOKENS = 2, 128
 LOST_PARTS = 4
 
 
-def reason_for(expected: Expectation, delivery: Delivery, change: PrefixChange | None = None) -> str:
+def reason_for(
+    expected: Expectation,
+    prompt: int,
+    cached: int,
+    shareable: int,
+    deepest: int,
+    engine: str = "",
+    change: PrefixChange | None = None,
+) -> str:
     """The cause that cost a request the most tokens, of the closed set; "hit" if it got all it could.
 
-    `change` is where the request differs in the middle from the nearest recent one: it could have shared more.
+    Of the `prompt`, `cached` tokens came, `shareable` could have, and `deepest` end with its own deepest boundary.
+    `engine`: the engine's reason. `change` is where the request differs in the middle from the nearest recent one: it
+    could have shared more.
     """
-    shareable, cached, unit = delivery.shareable, delivery.cached, expected.match_unit
-    near = min(NEAR_UNITS * unit, NEAR_TOKENS)
+    near = min(NEAR_UNITS * expected.match_unit, NEAR_TOKENS)
     is_full = cached and cached > shareable - near and expected.failure in (None, "no_facts", "no_boundary")
     if not is_full and expected.failure not in (None, "no_facts"):
         return str(expected.failure)
-    cause = "hit" if is_full else _beside_change(expected, delivery)
-    unchanged = expected.deliverable(delivery.unchanged)
-    beyond = min(unchanged - max(shareable, cached), change.lost) if change is not None else 0
-    if cause == "cold":  # nobody had kept a state here before: the change is why this request needed one
-        is_change = _is_felt(unchanged - cached, unchanged)
-    else:
-        is_change = _is_felt(beyond, unchanged) if cause == "hit" else beyond > 0 and beyond >= shareable - cached
-    if change is not None and is_change:
-        return "salt" if change.is_salt else "prefix_changed"
+    cause = "hit" if is_full else _beside_change(expected, prompt, cached, shareable, deepest, engine)
+    if change is not None:
+        unchanged = expected.deliverable(change.token + change.lost)
+        beyond = min(unchanged - max(shareable, cached), change.lost)
+        if cause == "cold":  # nobody had kept a state here before: the change is why this request needed one
+            is_change = _is_felt(unchanged - cached, unchanged)
+        else:
+            is_change = _is_felt(beyond, unchanged) if cause == "hit" else beyond > 0 and beyond >= shareable - cached
+        if is_change:
+            return "salt" if change.is_salt else "prefix_changed"
     if cause == "cold" and cached:  # it is the first that goes on like an earlier one, not the first that begins so
         return "no_boundary" if _is_felt(shareable - cached, shareable) else "hit"
     return cause
@@ -174,10 +165,9 @@ def _is_felt(lost: int, tokens: int) -> bool:
     return lost > 0 and lost * LOST_PARTS >= tokens
 
 
-def _beside_change(expected: Expectation, delivery: Delivery) -> str:
+def _beside_change(expected: Expectation, prompt: int, cached: int, shareable: int, deepest: int, engine: str) -> str:
     """Why a request got less than it could have shared, as it is."""
-    shareable, cached = delivery.shareable, delivery.cached
-    if not expected.deliverable(delivery.deepest):
+    if not expected.deliverable(deepest):
         return "below_unit"
     here = expected.found(expected.predicted)
     if expected.found(expected.held) > here and cached >= here:
@@ -187,13 +177,13 @@ def _beside_change(expected: Expectation, delivery: Delivery) -> str:
         if expected.sent is None and ever:
             return "worker_restarted" if expected.deliverable(ever) else "below_unit"
         if expected.sent is not None and expected.sent.tokens:
-            is_long = expected.deliverable(min(expected.sent.tokens, delivery.prompt - (not expected.ahead)))
+            is_long = expected.deliverable(min(expected.sent.tokens, prompt - (not expected.ahead)))
             # Its engine knows nothing of it any more.
-            return _of_engine(delivery, expected.failure or "evicted") if is_long else "below_unit"
-        return expected.failure or _of_engine(delivery, "cold")
-    if expected.sent is None and delivery.engine == "hit":
+            return _of_engine(engine, expected.failure or "evicted") if is_long else "below_unit"
+        return expected.failure or _of_engine(engine, "cold")
+    if expected.sent is None and engine == "hit":
         return "hit"  # nobody had asked for a state further on
-    return _of_engine(delivery, expected.failure or "evicted")
+    return _of_engine(engine, expected.failure or "evicted")
 
 
 # Reasons of an engine that name a cause: the gateway cannot know why a prefix that was sent before is not there, or why
@@ -201,14 +191,8 @@ def _beside_change(expected: Expectation, delivery: Delivery) -> str:
 ENGINE_CAUSES = frozenset({"cold", "evicted", "not_worth_it", "below_unit", "no_boundary", "hint_ignored"})
 
 
-def _of_engine(delivery: Delivery, otherwise: str) -> str:
-    engine = delivery.engine
-    if engine is None or engine not in ENGINE_CAUSES or (otherwise == "cold" and engine != "hint_ignored"):
+def _of_engine(engine: str, otherwise: str) -> str:
+    if engine not in ENGINE_CAUSES or (otherwise == "cold" and engine != "hint_ignored"):
         return otherwise
     # To the engine, of a template that is not known, nobody asked for a state.
     return otherwise if otherwise == "no_facts" and engine in ("cold", "no_boundary") else engine
-
-
-def cache_label(delivery: Delivery) -> str:
-    """`hit`, `partial` or `miss`, as in the first-token histogram."""
-    return "miss" if not delivery.cached else "hit" if delivery.cached >= delivery.shareable else "partial"

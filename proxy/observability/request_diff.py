@@ -37,7 +37,7 @@ MIN_MISSING = 64
 
 # Of one core, for all searches, and CPU seconds that are saved up for many at once: a search can take more than all
 # else that is done for a request.
-SEEK_SHARE, SEEK_SAVED = 0.1, 0.1
+SEEK_SHARE, SEEK_SAVED = 0.05, 0.03
 
 EXCERPT_CHARACTERS = 80
 MAX_ROLE_CHARACTERS = 64
@@ -240,7 +240,8 @@ class RequestMemory:
         yield from request.prepare()
         pairs = []
         for other in list(self._earlier(request)):  # new ones come between two steps
-            yield from other.prepare()
+            if not other.parts:
+                yield from other.prepare()
             pairs.append(_Likeness(request, other))
             yield
         longest = max((pair.beginning for pair in pairs), default=0)

@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
 from xxhash import xxh3_64_digest
 
 from proxy.boundaries.boundary import Found
@@ -26,7 +27,7 @@ from proxy.fleet.part import Change, Part
 from proxy.fleet.worker import Worker
 from proxy.idle_work import IdleWork, Steps
 from proxy.metrics import Metrics
-from proxy.observability.explanations import Record
+from proxy.observability.explanations import Explanation
 from proxy.observability.prefill_cost import NOTHING, CostLearner, TokenWork
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
 from proxy.observability.totals import RollingSums
@@ -60,7 +61,7 @@ CHANGED = "prefix_changed"
 REFUSED = "hint_ignored"
 
 
-class AnsweredRequest(NamedTuple):
+class AnsweredRequest(msgspec.Struct):
     """A request that a worker without the plugin has answered; lengths in tokens."""
 
     chat: Chat | None  # None: no boundaries are sought in it
@@ -74,8 +75,8 @@ class AnsweredRequest(NamedTuple):
     seconds: float | None  # to its first token; None if that cannot be seen from outside
     alone: bool  # no other request was at the worker until then
     owner: str | None  # the API key it came with
-    record: Record | None  # of its explanation
-    at: float  # time.perf_counter() when it had been answered
+    record: Explanation | None  # None: it was not read
+    at: float = msgspec.field(default_factory=time.perf_counter)  # when it had been answered
 
 
 class ReadPrompt(NamedTuple):
@@ -236,10 +237,10 @@ class Shadow(Part):
         known.requests += 1
         known.computed += TokenWork.between(cached, length)
         if (record := request.record) is not None:
-            if record.explanation.delivered is None:
-                record.amend(prompt=length, delivered=cached)
-            boundaries = tuple((boundary.tokens, boundary.kind) for boundary in found.boundaries)
-            record.amend(lost={reason: end - start for reason, (start, end) in lost.items()}, boundaries=boundaries)
+            if record.delivered is None:
+                record.prompt, record.delivered = length, cached
+            record.lost = {reason: end - start for reason, (start, end) in lost.items()}
+            record.boundaries = tuple(boundary._replace(entry=boundary.tokens) for boundary in found.boundaries)
         for reason, (start, end) in lost.items():
             self._tokens[reason] += end - start
             self._metrics.shadow_lost_tokens.labels(request.model, reason).inc(end - start)

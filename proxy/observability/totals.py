@@ -6,15 +6,15 @@ Its size never changes: a gateway that runs for a year holds no more than one of
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from functools import reduce
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
-from proxy.chat.usage import Usage
 from proxy.fleet.worker_metrics import StepTimes
-from proxy.metrics import Metrics
+from proxy.metrics import Labels, Metrics
 
 SLOT_SECONDS = 5
 SLOTS_OF_MINUTE = 60 // SLOT_SECONDS
@@ -24,7 +24,8 @@ SLOTS_OF_PART = 10 * SLOTS_OF_MINUTE  # a part of the day: ten minutes
 PARTS = 144
 
 
-class Totals(NamedTuple):
+@dataclass
+class Totals:
     """Sums over some time; tokens, except for `requests`."""
 
     requests: int = 0
@@ -40,7 +41,7 @@ class Totals(NamedTuple):
         return self.came / self.shareable if self.shareable else None
 
     def plus(self, other: Totals) -> Totals:
-        return Totals(*map(add, self, other))
+        return Totals(*map(add, astuple(self), astuple(other)))
 
 
 NONE = Totals()
@@ -54,18 +55,23 @@ class RollingSums:
         self._clock = clock
         self._slots: dict[int, Totals] = {}  # by number since the clock began, the oldest first
         self._parts: dict[int, Totals] = {}
-        self.whole = NONE  # since the start
+        self._slot = -1  # that is running
+        self.whole = Totals()  # since the start
+        self._running: tuple[Totals, ...] = ()  # all that a request counts in now
 
     def add(self, prompt: int, shareable: int, delivered: int, changed: int = 0) -> None:
         """One request has been answered; tokens, `shareable` in whole match units."""
-        # What one request got in excess must not hide what another one missed.
-        request = Totals(1, prompt, shareable, min(delivered, shareable), delivered, changed)
-        slot = self._now()
-        self.whole = self.whole.plus(request)
-        for sums, when, most in ((self._slots, slot, SLOTS), (self._parts, slot // SLOTS_OF_PART, PARTS)):
-            sums[when] = sums.get(when, NONE).plus(request)
-            if len(sums) > most:
-                del sums[next(iter(sums))]
+        if (slot := int(self._clock()) // SLOT_SECONDS) != self._slot:
+            self._slot = slot
+            part = _begun(self._parts, slot // SLOTS_OF_PART, PARTS)
+            self._running = (self.whole, _begun(self._slots, slot, SLOTS), part)
+        for sums in self._running:
+            sums.requests += 1
+            sums.prompt += prompt
+            sums.shareable += shareable
+            sums.came += min(delivered, shareable)  # what one got in excess must not hide what another one missed
+            sums.delivered += delivered
+            sums.changed += changed
 
     def last(self, slots: int) -> Totals:
         """The last `slots`, the running one among them."""
@@ -88,6 +94,13 @@ class RollingSums:
         return int(self._clock()) // SLOT_SECONDS
 
 
+def _begun(sums: dict[int, Totals], when: int, most: int) -> Totals:
+    begun = sums.setdefault(when, Totals())
+    if len(sums) > most:
+        del sums[next(iter(sums))]
+    return begun
+
+
 def _newest(sums: dict[int, Totals], now: int, most: int) -> list[Totals]:
     return [sums.get(when, NONE) for when in range(now - most + 1, now + 1)]
 
@@ -97,7 +110,7 @@ class TimeSaved:
 
     Beside that stands what vLLM alone would have found of it at most: at its default it enters a prompt at ends of
     whole cache blocks, and only where a request happened to stop. Where requests stopped is not known here, so it is a
-    bound. Tokens that are reused before their worker's engine has learnt its pace count once the pace is known.
+    bound. Tokens that are reused count when somebody asks, once the pace of their worker's engine is known.
     """
 
     def __init__(self) -> None:
@@ -105,8 +118,8 @@ class TimeSaved:
         self.spent = 0.0  # seconds
         self.vllm_alone = 0.0  # seconds, of those saved: what vLLM alone would have found at most
         self._is_known = False
-        self._waiting: Counter[tuple[str, str]] = Counter()  # tokens by worker and model
-        self._waiting_alone: Counter[tuple[str, str]] = Counter()  # of these, the tokens in whole cache blocks
+        # By model and worker, tokens, and of these the ones in whole cache blocks.
+        self._waiting = defaultdict[Labels, list[int]](lambda: [0, 0])
 
     @property
     def net(self) -> float | None:
@@ -116,52 +129,38 @@ class TimeSaved:
     @property
     def waiting(self) -> int:
         """Reused tokens whose time is not known yet."""
-        return self._waiting.total()
+        return sum(tokens for tokens, _ in self._waiting.values())
 
-    def reused(self, worker: str, model: str, tokens: int, block_size: int = 1) -> None:
-        """So many tokens of a prompt came from the cache of `worker`, whose blocks have `block_size` tokens."""
-        if tokens:
-            self._waiting[worker, model] += tokens
-            self._waiting_alone[worker, model] += tokens // max(block_size, 1) * block_size
+    def reused(self, by_worker: Labels, tokens: int, block_size: int = 1) -> None:
+        """So many tokens of a prompt for a model came from a worker's cache, whose blocks have `block_size` tokens."""
+        waiting = self._waiting[by_worker]
+        waiting[0] += tokens
+        waiting[1] += tokens // max(block_size, 1) * block_size
 
     def forget(self, worker: str) -> None:
         """The worker is gone, and its pace was never known."""
-        for name, model in [each for each in self._waiting if each[0] == worker]:
-            del self._waiting[name, model], self._waiting_alone[name, model]
+        for by_worker in [each for each in self._waiting if each[1] == worker]:
+            del self._waiting[by_worker]
 
-    def settle(self, worker: str, step_times: StepTimes) -> dict[str, float]:
-        """Count the tokens that wait for this worker's pace. Returns the seconds by model; none while it is unknown."""
+    def settle(self, worker: str, step_times: StepTimes) -> dict[Labels, float]:
+        """Count the tokens that wait for this worker's pace. Returns their seconds; none while it is unknown."""
         if not step_times.known:
             return {}
         self._is_known = True
-        models = [model for name, model in self._waiting if name == worker]
-        seconds = {model: step_times.seconds(self._waiting.pop((worker, model))) for model in models}
-        self.saved += sum(seconds.values())
-        self.vllm_alone += sum(step_times.seconds(self._waiting_alone.pop((worker, model))) for model in models)
+        seconds = {}
+        for each in [each for each in self._waiting if each[1] == worker]:
+            tokens, alone = self._waiting.pop(each)
+            seconds[each] = step_times.seconds(tokens)
+            self.saved += seconds[each]
+            self.vllm_alone += step_times.seconds(alone)
         return seconds
 
 
-class KeyUsage:
+def by_key(metrics: Metrics) -> list[dict[str, Any]]:
     """What each API key has used since the start, by its name in the keys file, also one that is there no more."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._requests, self._tokens = metrics.key_requests, metrics.key_tokens
-
-    def request(self, name: str) -> None:
-        """A request with the key called `name` has ended, however it did."""
-        self._requests.labels(name).inc()
-
-    def tokens(self, name: str, usage: Usage) -> None:
-        """And its engine has reported its tokens: of an answer that a client leaves early it reports none."""
-        for kind, tokens in (("prompt", usage.prompt), ("cached", usage.cached or 0), ("output", usage.output)):
-            self._tokens.labels(name, kind).inc(tokens)
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """Totals of all keys that were used, by name; lengths in tokens."""
-        nothing = {"requests": 0, "prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0}
-        used: dict[str, dict[str, Any]] = {}
-        for family in (*self._requests.collect(), *self._tokens.collect()):
-            for _, labels, value, *_ in family.samples:
-                figure = f"{labels['kind']}_tokens" if "kind" in labels else "requests"
-                used.setdefault(labels["key"], {"name": labels["key"], **nothing})[figure] = int(value)
-        return [used[name] for name in sorted(used)]
+    requests, tokens = metrics.key_requests, metrics.key_tokens
+    return [
+        {"name": name, "requests": int(requests.get((name,), 0))}
+        | {f"{kind}_tokens": int(tokens.get((name, kind), 0)) for kind in ("prompt", "cached", "output")}
+        for name in sorted({name for name, *_ in (*requests, *tokens)})
+    ]

@@ -6,30 +6,30 @@ reason that a whole answer tells, all of it is work beside requests (`proxy.idle
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.boundaries.boundary import Found, resolved_positions
 from proxy.chat.chat import RESPONSES, flag
 from proxy.chat.usage import Usage
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
-from proxy.idle_work import IdleWork, Steps, beside, within
-from proxy.metrics import Metrics
-from proxy.observability.explanations import Explanation, Explanations, Record, client_name
-from proxy.observability.reasons import Delivery, Expectation, cache_label, reason_for
-from proxy.observability.request_diff import PrefixChange
+from proxy.idle_work import IdleWork, Steps, within
+from proxy.metrics import Labels, Metrics
+from proxy.observability.explanations import Explanation, Explanations, client_name
+from proxy.observability.reasons import Expectation, reason_for
+from proxy.observability.request_diff import PrefixChange, RememberedRequest
 from proxy.observability.shadow import AnsweredRequest, Shadow
-from proxy.observability.totals import KeyUsage, RollingSums, TimeSaved
+from proxy.observability.totals import RollingSums, TimeSaved
 from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.routing.engine_events import EngineEvents
+from proxy.routing.feed_lines import Admitted
 from proxy.routing.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
@@ -39,8 +39,7 @@ logger = logging.getLogger("seamark.gateway")
 NOT_FOUND = 404
 MOST_PARTS = 8  # a change is sought if more than one in so many tokens of a prompt was computed
 SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
-FORGET_SECONDS = 1.0  # between two looks at workers that are gone
-UNKNOWN_MODEL = "unknown"  # model names come from clients; only those that a worker serves become labels
+UNKNOWN = "unknown"  # a label: for a model that no worker serves, as clients may name any, and a reason not looked for
 
 
 @dataclass(eq=False)
@@ -61,13 +60,7 @@ class Accounting(Part):
     sums: RollingSums = field(default_factory=RollingSums)
     explanations: Explanations = field(default_factory=Explanations)
     _time: TimeSaved = field(default_factory=TimeSaved)
-    _leaving: list[Worker] = field(default_factory=list)  # removed, with requests under way
-
-    def __post_init__(self) -> None:
-        self.key_usage = KeyUsage(self._metrics)
-        self._boundary_seconds = self._metrics.overhead.labels("boundary")
-        # Finding a family's member by its labels costs more than counting with it.
-        self._counter = cache(self._member)
+    _leaving: dict[str, Worker] = field(default_factory=dict)  # that were removed, by name
 
     def begin(self, exchange: Exchange) -> None:
         """A request has come with its body."""
@@ -78,9 +71,10 @@ class Accounting(Part):
     def read(self, exchange: Exchange) -> None:
         """A request has been read: from now on it can be asked what becomes of it."""
         head, timings = exchange.head, exchange.timings
-        exchange.record = self.explanations.begin(head.request_id, head.owner, partial(self._so_far, exchange))
+        exchange.record = Explanation(head.request_id, head.endpoint, head.owner, look=partial(self._note, exchange))
+        self.explanations.begin(exchange.record)
         timings.reading_seconds = time.perf_counter() - timings.arrived
-        self._boundary_seconds.observe(timings.reading_seconds)
+        self._metrics.overhead.observe(timings.reading_seconds, "boundary")
 
     def opened(self, exchange: Exchange, answer: Any) -> None:
         """A worker's answer begins, the response `answer` (parsed): by its id it can be asked for from now on."""
@@ -89,142 +83,248 @@ class Accounting(Part):
 
     def reported(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> None:
         """Note what the next request builds on; `settle` does the rest. `answer`: parsed; a stream's last response."""
-        exchange.outcome = outcome
-        outcome.engine_id = _engine_id(exchange, answer)
-        if exchange.worker is not None:
-            if _is_stored(exchange):
-                self._reader.stored.put(exchange.prompt.chat, answer, exchange.worker.boot, exchange.head.owner)
-            if outcome.usage is not None:
-                self._learn(exchange, outcome.usage.prompt)
+        exchange.outcome, head = outcome, exchange.head
+        outcome.engine_id = exchange.engine_id
+        if head.endpoint == RESPONSES and isinstance(answer, dict) and isinstance(name := answer.get("id"), str):
+            # As vLLM calls it, whatever the request's id is; the first of several, if vLLM calls tools by itself.
+            outcome.engine_id = f"{name.removeprefix('resp_')}_0"
+        if (worker := exchange.worker) is None:
+            return
+        if (expected := exchange.expected) is not None:
+            outcome.predicted = expected.found(expected.predicted)
+        if _is_stored(exchange):
+            self._reader.stored.put(exchange.prompt.chat, answer, worker.boot, head.owner)
+        if outcome.usage is None:
+            return
+        # Its tokens tell where the last turn of the prompt ends, and what a byte of a body weighs.
+        prompt, found, remembered = outcome.usage.prompt, exchange.prompt.found, exchange.prompt.remembered
+        if exchange.response_id is None:  # a continued response has most of its prompt elsewhere
+            self._reader.learn_tokens_per_byte(exchange.model, len(exchange.body.raw), prompt)
+        if remembered is not None:
+            remembered.prompt = prompt
+        if found is not None and found.end and found.turn_key is not None and found.end < prompt:
+            self._reader.told(found.turn_key, prompt - found.end)
+            self._prefix_index.set_length(found.turn_key, prompt - found.end)
 
     async def answered(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> str | None:
-        """The same of an answer that has not begun; its reason, if the worker reports. Goes on without the client."""
+        """The same of an answer that has not begun; its reason, if that is known. Goes on without the client."""
         self.reported(exchange, outcome, answer)
-        if not self._count_outcome(exchange, outcome):
-            return None
-        steps = outcome.explaining = self._explain(exchange, outcome)
-        await self._idle.finish(steps)
-        outcome.explaining = None
-        return outcome.reason
+        steps = self._explain(exchange, outcome)
+        if steps is not None:
+            outcome.explaining = steps
+            await self._idle.finish(steps)
+        outcome.is_explained = True
+        return outcome.reason if outcome.reason != UNKNOWN else None
 
     def used(self, exchange: Exchange, usage: Usage | None) -> None:
         """An answer says what its request took: it counts for the key."""
         if usage is not None and (key := exchange.head.key) is not None:
-            self.key_usage.tokens(key.name, usage)
+            for kind, tokens in (("prompt", usage.prompt), ("cached", usage.cached or 0), ("output", usage.output)):
+                self._metrics.key_tokens[key.name, kind] += tokens
 
     def settle(self, exchange: Exchange) -> None:
         """Have the request counted, however it ended, and explained if that is still to be done."""
         exchange.is_over = True
-        status, worker = exchange.reply.status, exchange.worker
+        status, worker, outcome = exchange.reply.status, exchange.worker, exchange.outcome
         if status >= 400 and worker is not None and exchange.expected is not None:
             events = self._engine_events
             (events.left if status == CLIENT_GONE else events.refused)(worker, exchange.engine_id)
         if exchange.trace is not None:
             exchange.trace.stop()
         self._idle.put_off()
-        outcome = exchange.outcome
-        if outcome is not None and (outcome.explaining is not None or not outcome.is_counted):
-            self._idle.add(self._settle_later(exchange, outcome))
-        else:
+        if outcome is None or outcome.is_explained:
             self._count(exchange)
-            self._tell(exchange)
+            self._conclude(exchange)
+        else:
+            self._idle.add(self._settle_later(exchange, outcome))
 
     def _settle_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         self._count(exchange)
         yield
-        if outcome.explaining is not None:  # its client has left meanwhile
-            yield from outcome.explaining
-        elif self._count_outcome(exchange, outcome):
-            is_told_later = exchange.timings.is_stream and exchange.worker is not None and exchange.worker.engine
-            if outcome.engine is None and is_told_later:
-                beside(self._ask_engine(exchange, outcome))
-                return
-            yield from self._explain(exchange, outcome)
-        self._tell(exchange)
+        worker = exchange.worker
+        if outcome.engine is None and exchange.timings.is_stream and worker is not None and worker.engine is not None:
+            self._engine_events.ask(worker, outcome.engine_id, partial(self._told, exchange, outcome))
+        else:
+            yield from self._explain_later(exchange, outcome)
+
+    def _told(self, exchange: Exchange, outcome: RequestOutcome, engine: Admitted | None) -> None:
+        outcome.engine = engine
+        self._idle.add(self._explain_later(exchange, outcome))
+
+    def _explain_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
+        steps = outcome.explaining  # its client has left meanwhile
+        if steps is None:
+            steps = self._explain(exchange, outcome)
+        if steps is not None:
+            yield from steps
+        self._conclude(exchange)
 
     def _count(self, exchange: Exchange) -> None:
-        worker, status, head = exchange.worker, exchange.reply.status, exchange.head
+        """What is known of it whether it can be explained or not."""
+        metrics, head, worker, outcome = self._metrics, exchange.head, exchange.worker, exchange.outcome
+        status = exchange.reply.status
         model = exchange.model_label = self._model_label(exchange, status)
         name = worker.name if worker is not None else ""
-        self._counter(self._metrics.requests, model, name, head.endpoint, str(status)).inc()
+        labels = model, name
+        metrics.requests[model, name, head.endpoint, str(status)] += 1
         if head.key is not None:
-            self.key_usage.request(head.key.name)
-        if worker is not None and exchange.timings.reading_seconds:
-            self._spend(model, worker, exchange.timings.reading_seconds)
+            metrics.key_requests[(head.key.name,)] += 1
+        if worker is not None and (seconds := exchange.timings.reading_seconds):
+            self._spend(labels, seconds)
+        if worker is None or outcome is None or (usage := outcome.usage) is None:
+            return
+        if head.key is not None:
+            self.used(exchange, usage)
+        metrics.prompt_tokens[labels] += usage.prompt
+        if usage.cached is not None:
+            metrics.cached_tokens[labels] += usage.cached
+            self._time.reused(labels, usage.cached, worker.engine.block_size if worker.engine is not None else 1)
+        if exchange.expected is not None:
+            metrics.predicted_tokens[labels] += outcome.predicted
+            if usage.cached is None:
+                metrics.shareable_tokens[labels] += exchange.expected.shareable(usage.prompt)
 
-    def _tell(self, exchange: Exchange) -> None:
+    def _explain(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None] | None:
+        """Find the reason; returns what is still to be done for that. An answer is not lost for its explanation."""
+        expected, usage, engine, found = exchange.expected, outcome.usage, outcome.engine, exchange.prompt.found
+        if expected is None or usage is None or usage.cached is None:
+            return None
+        try:
+            prompt = outcome.prompt = usage.prompt
+            outcome.cached = usage.cached
+            positions = dict(zip(exchange.body.hint, engine.positions, strict=False)) if engine is not None else {}
+            for boundary in found.boundaries if found is not None else ():
+                tokens = boundary.tokens if boundary.entry is None else positions.get(boundary.entry, 0)
+                if tokens > outcome.deepest:
+                    outcome.deepest = tokens
+                # An engine whose feed cannot be followed says so here alone.
+                if tokens != boundary.tokens and 0 < tokens <= prompt:
+                    self._reader.told(boundary.key, tokens)
+                    self._prefix_index.set_length(boundary.key, tokens)
+            outcome.shareable = expected.shareable(prompt, engine.shared if engine is not None else None)
+            remembered, recent = exchange.prompt.remembered, self._reader.recent
+            if remembered is None or (prompt - usage.cached) * MOST_PARTS < prompt:
+                self._judge(expected, outcome, None, True)
+            elif self._idle.is_behind or recent.seeking.is_spent:
+                self._judge(expected, outcome, None, False)
+            else:
+                return self._compare(exchange, expected, outcome, remembered)
+        except Exception as error:
+            _log(exchange, error)
+        return None
+
+    def _compare(
+        self, exchange: Exchange, expected: Expectation, outcome: RequestOutcome, new: RememberedRequest
+    ) -> Steps[None]:
+        """Find where the request differs in the middle from a recent one, and then the reason."""
+        change, is_compared, recent = None, False, self._reader.recent
+        shared = max(outcome.shareable, outcome.cached)
+        # Some worker may have been sent more than what an engine, or the memory of recent requests, still knows.
+        sent = max(shared, expected.ever_sent.tokens if expected.ever_sent is not None else 0)
+        try:
+            # A whole answer waits for its reason, and each step of the search for all that the loop has to do.
+            steps = recent.seeking.spend(recent.seek_change(new, outcome.prompt, sent))
+            with suppress(TimeoutError):
+                change = yield from within(math.inf if exchange.is_over else SEEK_SECONDS, steps)
+                is_compared = True
+            if is_compared and change is None and expected.sent_here and outcome.engine is not None:
+                change = yield from recent.rendered_otherwise(new, shared)
+            self._judge(expected, outcome, change, is_compared)
+        except Exception as error:
+            _log(exchange, error)
+
+    def _judge(
+        self, expected: Expectation, outcome: RequestOutcome, change: PrefixChange | None, is_compared: bool
+    ) -> None:
+        figures = outcome.prompt, outcome.cached, outcome.shareable, outcome.deepest or outcome.prompt
+        told = outcome.engine.reason if outcome.engine is not None else ""
+        outcome.change, outcome.reason = change, reason_for(expected, *figures, told, change)
+        if not is_compared:
+            self._metrics.explanations_shed.inc()
+            if outcome.reason == "cold":  # as far as is known, but for what was not looked for
+                outcome.reason = UNKNOWN
+
+    def _conclude(self, exchange: Exchange) -> None:
         """All is known of it."""
-        if exchange.record is not None:
-            exchange.record.settle()
-        if exchange.trace is not None:
-            worker = exchange.worker.name if exchange.worker is not None else None
-            explanation = exchange.record.explanation if exchange.record is not None else None
-            model = exchange.model_label or UNKNOWN_MODEL
-            exchange.trace.end(exchange.reply.status, model, worker, exchange.timings.stages(), explanation)
+        worker, outcome, record, trace = exchange.worker, exchange.outcome, exchange.record, exchange.trace
+        model, status = exchange.model_label or UNKNOWN, exchange.reply.status
+        if worker is not None and outcome is not None and outcome.reason is not None:
+            self._count_reuse(exchange, worker, outcome, outcome.reason)
+        if record is not None:
+            self._note(exchange, record)
+            record.look = None
+        if trace is not None:
+            name = worker.name if worker is not None else None
+            trace.end(status, model, name, exchange.timings.stages(), record)
+        if worker is not None and outcome is not None and worker.engine is None and status == 200:
+            self._shadow.add(_for_shadow(exchange, worker, outcome.usage))
 
-    def _member(self, family: Any, *labels: str) -> Any:
-        """Of one counted by model and worker, with those of all others: alerts compare them, and see 0, not nothing."""
-        for each in self._metrics.by_worker if family in self._metrics.by_worker else ():
-            each.labels(*labels)
-        return family.labels(*labels)
+    def _count_reuse(self, exchange: Exchange, worker: Worker, outcome: RequestOutcome, reason: str) -> None:
+        """What came of it from the cache, beside what could have come."""
+        metrics, timings, model = self._metrics, exchange.timings, exchange.model_label or UNKNOWN
+        found, change = exchange.prompt.found, outcome.change
+        cached, shareable = outcome.cached, outcome.shareable
+        metrics.shareable_tokens[model, worker.name] += shareable
+        metrics.shared_tokens[model, worker.name] += min(shareable, cached)
+        lost = change.lost if change is not None and not change.is_salt else 0
+        self.sums.add(outcome.prompt, shareable, cached, lost)
+        if reason != "hit":
+            metrics.misses[model, reason] += 1
+        if timings.first_byte is not None:
+            cache = "miss" if not cached else "hit" if cached >= shareable else "partial"
+            metrics.first_token.observe(timings.first_byte - timings.arrived, model, cache)
+        if change is not None and change.kind is not None:
+            metrics.would_save[(change.kind,)] += change.lost
+        if cached < outcome.predicted and found is not None and reason != "hint_ignored":
+            # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
+            left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []
+            self._engine_events.fell_short(worker, found.prefixes, left, cached)
 
-    def _so_far(self, exchange: Exchange, record: Record) -> Explanation:
-        head, prompt, worker, outcome = exchange.head, exchange.prompt, exchange.worker, exchange.outcome
-        found = prompt.found or Found()
-        status = exchange.reply.status if exchange.is_over else None
-        explanation = Explanation(
-            head.request_id,
-            head.endpoint,
-            owner=head.owner,
-            began=record.began,
-            status=status,
-            model=exchange.model_label,
-            worker=worker.name if status is not None and worker is not None else None,
-            lookup=found.result,
-            boundaries=tuple([(boundary.entry, boundary.kind) for boundary in found.boundaries]),
-            rewrites=prompt.rewrites,
-            client=client_name(head.user_agent),
-            missing=self._missing(exchange) if status == NOT_FOUND else None,
-        )
+    def _note(self, exchange: Exchange, explanation: Explanation) -> None:
+        """Write into it what is known by now, and nothing that holds a prompt's text."""
+        prompt, outcome = exchange.prompt, exchange.outcome
+        explanation.model, explanation.rewrites = exchange.model_label, prompt.rewrites
+        for name, value in exchange.head.headers:
+            if name == b"user-agent":
+                explanation.client = client_name(value)
+        if prompt.found is not None:
+            explanation.lookup, explanation.boundaries = prompt.found.result, prompt.found.boundaries
+        if exchange.is_over:
+            explanation.status = exchange.reply.status
+            explanation.worker = exchange.worker.name if exchange.worker is not None else None
+            explanation.missing = self._missing(exchange) if explanation.status == NOT_FOUND else None
         # What came of it is there only once it is judged.
-        if outcome is None or outcome.reason is None or outcome.usage is None or exchange.expected is None:
-            return explanation
+        if outcome is None or outcome.reason is None:
+            return
         change = outcome.change
-        return explanation._replace(
-            sent=exchange.body.hint,
-            positions=outcome.engine.positions if outcome.engine is not None else (),
-            shareable=outcome.shareable,
-            predicted=exchange.expected.found(exchange.expected.predicted),
-            prompt=outcome.usage.prompt,
-            delivered=outcome.usage.cached,
-            reason=outcome.reason,
-            changed=change.as_json(self._excerpts) if change is not None else None,
-            would_save={change.kind: change.lost} if change is not None and change.kind is not None else {},
-        )
+        explanation.sent = exchange.body.hint
+        explanation.positions = outcome.engine.positions if outcome.engine is not None else ()
+        explanation.shareable, explanation.predicted = outcome.shareable, outcome.predicted
+        explanation.prompt, explanation.delivered = outcome.prompt, outcome.cached
+        explanation.reason = outcome.reason if outcome.reason != UNKNOWN else None
+        explanation.changed = change.as_json(self._excerpts) if change is not None else None
 
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
-        """The figures of a removed worker go once it has answered its last request."""
+        """The figures of a removed worker go once it has answered its last request, and somebody looks at them."""
         if change is Change.REMOVED:
-            self._leaving.append(worker)
+            self._leaving[worker.name] = worker
+            self._forget_gone()
 
-    async def run(self) -> None:
-        while True:
-            await asyncio.sleep(FORGET_SECONDS)
-            await self._idle.lull()
-            self.forget_gone()
-
-    def forget_gone(self) -> None:
-        """Of workers that are gone and have answered their last request."""
+    def _forget_gone(self) -> None:
         present = {worker.name for worker in self._pool.workers}
-        for worker in [worker for worker in self._leaving if not worker.inflight]:
-            self._leaving.remove(worker)
-            if worker.name not in present:
-                self._counter.cache_clear()
-                self._time.forget(worker.name)
-                self._metrics.forget_worker(worker.name)
+        for name, worker in list(self._leaving.items()):
+            if name not in present and not worker.inflight:
+                del self._leaving[name]
+                self._price(worker)
+                self._time.forget(name)
+                self._metrics.forget_worker(name)
 
     def time_saved(self) -> TimeSaved:
-        """Seconds saved and spent since the start, at what is known of the workers' pace by now."""
+        """Seconds saved and spent since the start, at what is known of the workers' pace by now.
+
+        To be called before anybody looks at what is counted: what is gone goes, too.
+        """
+        self._forget_gone()
         for worker in self._pool.workers:
             self._price(worker)
         return self._time
@@ -233,138 +333,15 @@ class Accounting(Part):
         """A prefix was computed again on a restarted worker: count its cost at the worker's step times."""
         if usage is not None:
             seconds = worker.step_times.seconds(usage.prompt - (usage.cached or 0), passes=1)
-            self._spend(model, worker, seconds)
+            self._spend((model, worker.name), seconds)
 
     def _price(self, worker: Worker) -> None:
-        for model, seconds in self._time.settle(worker.name, worker.step_times).items():
-            self._counter(self._metrics.seconds_saved, model, worker.name).inc(seconds)
+        for by_worker, seconds in self._time.settle(worker.name, worker.step_times).items():
+            self._metrics.seconds_saved[by_worker] += seconds
 
-    def _spend(self, model: str, worker: Worker, seconds: float) -> None:
+    def _spend(self, by_worker: Labels, seconds: float) -> None:
         self._time.spent += seconds
-        self._counter(self._metrics.seconds_spent, model, worker.name).inc(seconds)
-
-    def _count_outcome(self, exchange: Exchange, outcome: RequestOutcome) -> bool:
-        """Count what was reported; whether that can be explained."""
-        outcome.is_counted = True
-        worker, usage, expected = exchange.worker, outcome.usage, exchange.expected
-        if worker is None:
-            return False
-        status = exchange.reply.failure or outcome.status
-        model = outcome.model = self._model_label(exchange, status)
-        if worker.engine is None and status == 200:
-            self._shadow.add(_for_shadow(exchange, worker, model, usage))
-        if usage is None:
-            return False
-        self.used(exchange, usage)
-        metrics, labels = self._metrics, (model, worker.name)
-        self._counter(metrics.prompt_tokens, *labels).inc(usage.prompt)
-        if usage.cached is not None:
-            self._counter(metrics.cached_tokens, *labels).inc(usage.cached)
-            blocks = worker.engine.block_size if worker.engine is not None else 1
-            self._time.reused(worker.name, model, usage.cached, blocks)
-            self._price(worker)
-        if expected is None:
-            return False
-        self._counter(metrics.predicted_tokens, *labels).inc(expected.found(expected.predicted))
-        if usage.cached is None:
-            shareable = Delivery.of(expected, usage.prompt, 0).shareable
-            self._counter(metrics.shareable_tokens, *labels).inc(shareable)
-        return usage.cached is not None
-
-    def _learn(self, exchange: Exchange, prompt: int) -> None:
-        """The tokens of the prompt tell where its last turn ends, and what a byte of a body weighs."""
-        found = exchange.prompt.found
-        if exchange.response_id is None:  # a continued response has most of its prompt elsewhere
-            self._reader.learn_tokens_per_byte(exchange.model, len(exchange.body.raw), prompt)
-        if (remembered := exchange.prompt.remembered) is not None:
-            remembered.prompt = prompt
-        if found is not None and found.end and found.turn_key is not None and found.end < prompt:
-            self._reader.told(found.turn_key, prompt - found.end)
-            self._prefix_index.set_length(found.turn_key, prompt - found.end)
-
-    async def _ask_engine(self, exchange: Exchange, outcome: RequestOutcome) -> None:
-        """Explain a stream once its engine has been asked."""
-        try:
-            if exchange.worker is not None:
-                outcome.engine = await self._engine_events.outcome_of(exchange.worker, outcome.engine_id)
-        except Exception as error:  # the message might hold prompt text
-            logger.error("asking for request %s: %s", exchange.head.request_id, type(error).__name__)
-        await self._idle.lull()
-        await self._idle.finish(self._explain(exchange, outcome))
-        self._tell(exchange)
-
-    def _explain(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
-        """An answer is not lost for its explanation: a failure gives no reason."""
-        try:
-            yield from self._judge(exchange, outcome)
-        except Exception as error:  # the message might hold prompt text
-            logger.error("explaining request %s: %s", exchange.head.request_id, type(error).__name__)
-
-    def _judge(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
-        worker, expected, usage = exchange.worker, exchange.expected, outcome.usage
-        if worker is None or expected is None or usage is None or usage.cached is None:
-            return
-        prompt, cached = usage.prompt, usage.cached
-        metrics, timings, engine, model = self._metrics, exchange.timings, outcome.engine, outcome.model
-        found = exchange.prompt.found or Found()
-        positions = resolved_positions(exchange.body.hint, engine.positions if engine is not None else ())
-        for boundary in found.boundaries:  # an engine whose feed cannot be followed says so here alone
-            tokens = positions.get(boundary.entry, 0) if boundary.entry is not None else 0
-            if 0 < tokens <= prompt:
-                self._reader.told(boundary.key, tokens)
-                self._prefix_index.set_length(boundary.key, tokens)
-        # What came, beside what could have come: the engine's word where there is one.
-        ends = [positions.get(b.entry, 0) if b.entry is not None else b.tokens for b in found.boundaries]
-        shared, told = (engine.shared, engine.reason) if engine is not None else (None, None)
-        delivery = Delivery.of(expected, prompt, cached, shared, deepest=max(ends, default=0), engine=told)
-        change = yield from self._change(exchange, expected, delivery)
-        if change is not None:
-            delivery = delivery._replace(unchanged=change.token + change.lost)
-        reason = reason_for(expected, delivery, change)
-        labels = (model, worker.name)
-        self._counter(metrics.shareable_tokens, *labels).inc(delivery.shareable)
-        self._counter(metrics.shared_tokens, *labels).inc(min(delivery.shareable, cached))
-        lost = change.lost if change is not None and not change.is_salt else 0
-        self.sums.add(prompt, delivery.shareable, cached, lost)
-        if cached < expected.found(expected.predicted) and reason != "hint_ignored":
-            # It leaves behind what it computed, unless that was not worth it; what it did not find otherwise is gone.
-            left = [boundary.key for boundary in found.boundaries] if reason != "not_worth_it" else []
-            self._engine_events.fell_short(worker, found.prefixes, left, cached)
-        if reason != "hit":
-            metrics.misses.labels(model, reason).inc()
-        if timings.first_byte is not None:
-            seconds = timings.first_byte - timings.arrived
-            self._counter(metrics.first_token, model, cache_label(delivery)).observe(seconds)
-        if change is not None and change.kind is not None:
-            metrics.would_save.labels(change.kind).inc(change.lost)
-        outcome.shareable, outcome.change, outcome.reason = delivery.shareable, change, reason
-
-    def _change(self, exchange: Exchange, expected: Expectation, delivery: Delivery) -> Steps[PrefixChange | None]:
-        """Where the request differs in the middle from a recent one.
-
-        Not sought where little was computed: comparing takes a millisecond. Nor when there is no time for it, or more
-        than a tenth of a core would go into searches.
-        """
-        remembered, recent = exchange.prompt.remembered, self._reader.recent
-        if remembered is None or (delivery.prompt - delivery.cached) * MOST_PARTS < delivery.prompt:
-            return None
-        if self._idle.is_behind or recent.seeking.is_spent:
-            self._metrics.explanations_shed.inc()
-            return None
-        # Some worker may have been sent more than what an engine, or the memory of recent requests, still knows.
-        shared = max(delivery.shareable, delivery.cached)
-        sent = max(shared, expected.ever_sent.tokens if expected.ever_sent is not None else 0)
-        # A whole answer waits for its reason, and each step of the search for all that the loop has to do.
-        try:
-            steps = recent.seeking.spend(recent.seek_change(remembered, delivery.prompt, sent))
-            change = yield from within(math.inf if exchange.is_over else SEEK_SECONDS, steps)
-        except TimeoutError:
-            self._metrics.explanations_shed.inc()
-            return None
-        engine = exchange.outcome.engine if exchange.outcome is not None else None
-        if change is None and expected.sent_here and engine is not None and engine.shared is not None:
-            change = yield from recent.rendered_otherwise(remembered, shared)
-        return change
+        self._metrics.seconds_spent[by_worker] += seconds
 
     def _missing(self, exchange: Exchange) -> str:
         """What an answer 404 did not find."""
@@ -381,8 +358,8 @@ class Accounting(Part):
         if worker is not None and worker.serves(model):
             return str(model)
         if worker is None or model is None or (model and not 200 <= status < 400):
-            return UNKNOWN_MODEL
-        return worker.names.base or UNKNOWN_MODEL
+            return UNKNOWN
+        return worker.names.base or UNKNOWN
 
 
 def _is_stored(exchange: Exchange) -> bool:
@@ -392,16 +369,12 @@ def _is_stored(exchange: Exchange) -> bool:
     return flag(exchange.body.parsed.get("store", True)) is not False
 
 
-def _engine_id(exchange: Exchange, answer: Any) -> str:
-    """What the engine calls a request. vLLM names that of a response after the response, whatever the request's id is.
-
-    A response with tools that vLLM itself calls takes several requests; this is the first one.
-    """
-    name = answer.get("id") if exchange.head.endpoint == RESPONSES and isinstance(answer, dict) else None
-    return f"{name.removeprefix('resp_')}_0" if isinstance(name, str) else exchange.engine_id
+def _log(exchange: Exchange, error: Exception) -> None:
+    # The kind alone: the message might hold prompt text.
+    logger.error("explaining request %s: %s", exchange.head.request_id, type(error).__name__)
 
 
-def _for_shadow(exchange: Exchange, worker: Worker, model: str, usage: Usage | None) -> AnsweredRequest:
+def _for_shadow(exchange: Exchange, worker: Worker, usage: Usage | None) -> AnsweredRequest:
     timings = exchange.timings
     seconds = None
     # A response's first event comes before its prompt is computed.
@@ -411,7 +384,7 @@ def _for_shadow(exchange: Exchange, worker: Worker, model: str, usage: Usage | N
         chat=exchange.prompt.chat,
         worker=worker,
         boot=worker.boot,
-        model=model,
+        model=exchange.model_label or UNKNOWN,
         size=len(exchange.body.raw),
         memory=exchange.body.memory.size,
         prompt=usage.prompt if usage is not None else None,
@@ -420,5 +393,4 @@ def _for_shadow(exchange: Exchange, worker: Worker, model: str, usage: Usage | N
         alone=timings.was_alone,
         owner=exchange.head.owner,
         record=exchange.record,
-        at=time.perf_counter(),
     )

@@ -23,10 +23,10 @@ from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
 from proxy.idle_work import Steps
-from proxy.observability.explanations import Record
+from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import Expectation
 from proxy.observability.request_diff import PrefixChange, RememberedRequest
-from proxy.routing.engine_events import EngineOutcome
+from proxy.routing.feed_lines import Admitted
 
 if TYPE_CHECKING:
     from proxy.observability.tracing import RequestTrace
@@ -60,11 +60,6 @@ class Head(Struct, eq=False):
     @property
     def is_json(self) -> bool:
         return any(name == b"content-type" and b"json" in value.lower() for name, value in self.headers)
-
-    @property
-    def user_agent(self) -> str | None:
-        agent = next((value for name, value in self.headers if name == b"user-agent"), None)
-        return agent.decode("latin-1") if agent is not None else None
 
 
 NO_FIELDS: Mapping[str, Any] = {}
@@ -266,14 +261,17 @@ class RequestOutcome(Struct, eq=False):
 
     status: int  # of HTTP
     usage: Usage | None = None
-    engine: EngineOutcome | None = None  # what its engine says of the request; None: it has to be asked for
+    engine: Admitted | None = None  # what its engine says of the request; None: it has to be asked for
     engine_id: str = ""  # what its engine calls the request
-    is_counted: bool = False
-    model: str = ""  # as which its tokens are counted
+    predicted: int = 0  # what its worker was expected to find
+    prompt: int = 0  # of `usage`, as these: once it is judged
+    cached: int = 0
     shareable: int = 0
+    deepest: int = 0  # its own deepest boundary, 0 if that is not known
     change: PrefixChange | None = None  # where the request differs from the nearest recent one
     reason: str | None = None  # why it got no more from the cache; None until it is judged
     explaining: Steps[None] | None = None  # what is not done of that
+    is_explained: bool = False  # as far as it can be
 
 
 class Exchange(Struct, eq=False):
@@ -302,7 +300,7 @@ class Exchange(Struct, eq=False):
     landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
     outcome: RequestOutcome | None = None  # `Accounting`, as all below
-    record: Record | None = None  # of its explanation
+    record: Explanation | None = None  # what is said of it when somebody asks
     model_label: str | None = None  # in metrics; None until it is counted
     is_over: bool = False
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 from cachetools import LRUCache
@@ -47,7 +46,6 @@ class PromptReader:
     def __init__(self, settings: Settings, metrics: Metrics, facts: FactsLearner, pool: WorkerPool) -> None:
         self._pool = pool
         self._metrics = metrics
-        self._lookups = cache(metrics.lookups.labels)
         self._rules = frozenset(settings.rewrite)
         self._limits = settings.json_limits
         self._most_values = settings.max_boundary_values
@@ -93,7 +91,7 @@ class PromptReader:
             logger.error("boundary of request %s: %s", exchange.head.request_id, type(error).__name__)
             prompt = Prompt(found=Found(failure="no_facts"))
         if prompt.found is not None:
-            self._lookups(prompt.found.result).inc()
+            self._metrics.lookups[(prompt.found.result,)] += 1
         prompt.chat, prompt.tokens, prompt.rewrites = chat, tokens, rewrites
         return prompt
 

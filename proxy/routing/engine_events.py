@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from urllib.parse import urlencode
 
 from proxy.boundaries.boundary import Boundary, Entry
@@ -25,7 +24,7 @@ from proxy.http.json_body import OverBound
 from proxy.idle_work import IdleWork, Steps, batched
 from proxy.printable import printable
 from proxy.routing import feed_lines
-from proxy.routing.feed_lines import AdapterGone, Admitted, Cleared, Event, FeedLine, Pinned
+from proxy.routing.feed_lines import AdapterGone, Admitted, Cleared, FeedLine, Pinned
 from proxy.routing.held_states import HeldStates
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -44,26 +43,18 @@ MOST_LINES = 256  # of one read; a worker tells ten in a second
 STEP_EVENTS = 4  # applied in one step; some microseconds each
 
 
-class EngineOutcome(NamedTuple):
-    """What an engine says of one request; lengths in tokens."""
-
-    reason: str
-    shared: int | None = None  # with an earlier prompt that the engine has seen; None: it does not say
-    positions: tuple[int, ...] = ()  # what the hint's entries became, in their order; 0 for what is not there
-    pin: str = ""  # what became of the wish to pin its prompt, or to release it
-
-
 # In an answer of a worker that was asked for it: `reason,hit,shared,position:position:...`, and `,fate` of a pin.
 OUTCOME_HEADER = "x-seamark-outcome"
 
 
-def outcome_in(header: str | None) -> EngineOutcome | None:
+def outcome_in(header: str | None) -> Admitted | None:
     """The outcome in the header of an answer; None if there is none, or nonsense."""
     try:
-        reason, _, shared, positions, *pin = (header or "").split(",")
+        reason, hit, shared, positions, *pin = (header or "").split(",")
         if len(pin) > 1 or not all(map(str.isidentifier, pin)):
             return None
-        return EngineOutcome(reason, int(shared), tuple(map(int, filter(None, positions.split(":")))), "".join(pin))
+        resolved = tuple(map(int, filter(None, positions.split(":"))))
+        return Admitted("", reason, int(hit), int(shared), resolved, "".join(pin))
     except ValueError:
         return None
 
@@ -77,8 +68,8 @@ class _FeedReader:
     cursor: int = 0
     read_as: str = ""  # the worker's boot identity at the last read
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
-    outcomes: OrderedDict[str, EngineOutcome] = field(default_factory=OrderedDict)  # by request id
-    waiting: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request id
+    outcomes: OrderedDict[str, Admitted] = field(default_factory=OrderedDict)  # by request id
+    waiting: dict[str, Callable[[Admitted | None], None]] = field(default_factory=dict)  # for these, by request id
     pins: dict[str, asyncio.Future[str]] = field(default_factory=dict)  # asked for, by request id
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
@@ -134,15 +125,17 @@ class EngineEvents(Part):
         if (feed := self._feeds.get(worker.url)) is not None:
             feed.held_states.fell_short(prefixes, left, tokens, unit, worker.boot)
 
-    async def outcome_of(self, worker: Worker, request_id: str) -> EngineOutcome | None:
-        """What the engine says of a request that `worker` has answered; None if it says nothing."""
+    def ask(self, worker: Worker, request_id: str, then: Callable[[Admitted | None], None]) -> None:
+        """Have `then` called once with what the engine says of a request, which has been answered; None: nothing."""
         feed = self._feeds[worker.url]
-        if request_id not in feed.outcomes and time.monotonic() >= feed.silent_until:
-            reported = feed.waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
-            self.follow(worker)
-            await asyncio.wait((reported,), timeout=PATIENCE)
-            feed.waiting.pop(request_id, None)
-        return feed.outcomes.pop(request_id, None)
+        told = feed.outcomes.pop(request_id, None)
+        if told is not None or time.monotonic() < feed.silent_until:
+            then(told)
+            return
+        _answer(feed, request_id, None)  # of another request of that name
+        feed.waiting[request_id] = then
+        self.follow(worker)
+        asyncio.get_running_loop().call_later(PATIENCE, _answer, feed, request_id, None, then)
 
     @contextlib.contextmanager
     def pin_asked(self, worker: Worker, request_id: str) -> Iterator[Callable[[], Awaitable[str]]]:
@@ -209,7 +202,7 @@ class EngineEvents(Part):
             feed.load, worker.others, worker.is_followed = None, Load(), False
         feed.silent_until = time.monotonic() + SILENT_SECONDS
         for request_id in list(feed.waiting):
-            _resolve(feed, request_id)
+            _answer(feed, request_id, None)
 
     async def _read(self, worker: Worker, feed: _FeedReader) -> None:
         place = {"boot": feed.boot, "after": feed.cursor, "wait": POLL_SECONDS, "gateway": self._gateway_id}
@@ -238,42 +231,22 @@ class EngineEvents(Part):
         if line.reset and feed.read_as:  # at the first read, nothing is recorded that could be wrong
             feed.held_states.forget_all(feed.read_as)
         feed.read_as = worker.boot
-        events: list[Event] = []
-        failed: Exception | None = None
+        changes: dict[tuple[Change, str], None] = {}
+        is_lost, failed = False, None
         for some in batched(line.events, STEP_EVENTS):
             for raw in some:
                 try:
-                    events.append(event := feed_lines.read_event(raw))
+                    event = feed_lines.read_event(raw)
                     feed.held_states.apply(event, worker.boot)
                 except Exception as error:  # reading it again would fail in the same way
                     failed = error
-            yield
-        if failed is not None:
-            logger.error("events reported by worker %s: %s", worker.name, type(failed).__name__)
-            feed.held_states.forget_all(worker.boot)
-        yield from self._tell(worker, feed, events)
-        gate = None
-        if line.drafts is not None:
-            state, figures = map(printable, line.drafts)
-            gate = GateReport(state, figures, time.perf_counter())
-        worker.hear_of_drafts(gate)
-        feed.boot, feed.cursor, feed.load = line.boot, line.cursor, Load(*line.load) if line.load else None
-        worker.others = feed.load or Load()
-
-    def _tell(self, worker: Worker, feed: _FeedReader, events: Sequence[Event]) -> Steps[None]:
-        """Tell of requests whoever waits for that, and of the cache all parts, each change once."""
-        changes, fates = dict[tuple[Change, str], None](), dict[str, str]()
-        is_lost = False
-        for some in batched(events, STEP_EVENTS):
-            for event in some:
+                    continue
                 match event:
-                    case Admitted():
-                        outcome = EngineOutcome(event.reason, event.shared, event.positions)
-                        feed.outcomes[event.request_id] = outcome
+                    case Admitted() if not _answer(feed, event.request_id, event):
+                        feed.outcomes[event.request_id] = event
                         feed.outcomes.move_to_end(event.request_id)
-                        _resolve(feed, event.request_id)
-                    case Pinned():
-                        fates[event.request_id] = event.fate
+                    case Pinned() if (asked := feed.pins.get(event.request_id)) is not None and not asked.done():
+                        asked.set_result(event.fate)
                     case Cleared():
                         changes[Change.CLEARED, ""] = None
                         is_lost = is_lost or bool(event.why)
@@ -282,16 +255,27 @@ class EngineEvents(Part):
             while len(feed.outcomes) > MAX_OUTCOMES:
                 feed.outcomes.popitem(last=False)
             yield
-        for name, asked in feed.pins.items():
-            if name in fates and not asked.done():
-                asked.set_result(fates[name])
+        if failed is not None:
+            logger.error("events reported by worker %s: %s", worker.name, type(failed).__name__)
+            feed.held_states.forget_all(worker.boot)
         if is_lost:
             logger.warning("worker %s: reports were lost, so what it holds is forgotten", worker.name)
         for change, name in changes:
             self._shelf.tell(worker, change, name)
             yield
+        gate = None
+        if line.drafts is not None:
+            state, figures = map(printable, line.drafts)
+            gate = GateReport(state, figures, time.perf_counter())
+        worker.hear_of_drafts(gate)
+        feed.boot, feed.cursor, feed.load = line.boot, line.cursor, Load(*line.load) if line.load else None
+        worker.others = feed.load or Load()
 
 
-def _resolve(feed: _FeedReader, request_id: str) -> None:
-    if (reported := feed.waiting.get(request_id)) is not None and not reported.done():
-        reported.set_result(None)
+def _answer(feed: _FeedReader, request_id: str, told: Admitted | None, only: object = None) -> bool:
+    """Whether somebody has waited for this; `only`: nobody else is answered."""
+    if (then := feed.waiting.get(request_id)) is None or only not in (None, then):
+        return False
+    del feed.waiting[request_id]
+    then(told)
+    return True

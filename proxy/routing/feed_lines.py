@@ -33,6 +33,7 @@ class Admitted(msgspec.Struct, array_like=True, tag="admitted"):
     hit_tokens: Count
     shared: Count  # with an earlier prompt that the engine has seen
     positions: Annotated[tuple[Count, ...], Meta(max_length=MOST_POSITIONS)]  # of the hint's entries; 0: not there
+    pin: ShortText = ""  # what became of the wish to pin its prompt, or to release it, if an answer says that
 
 
 class Pinned(msgspec.Struct, array_like=True, tag="pinned"):

@@ -10,7 +10,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from proxy.boundaries.boundary import Boundary, Entry, resolved_positions
+from msgspec import Struct
+
+from proxy.boundaries.boundary import Boundary, Entry
 from proxy.routing.feed_lines import Admitted, Came, Cleared, Event, Gone
 from proxy.routing.prefix_index import PrefixIndex
 
@@ -18,8 +20,7 @@ from proxy.routing.prefix_index import PrefixIndex
 MAX_PENDING, MAX_TIED = 8192, 16_384
 
 
-@dataclass
-class _Pending:
+class _Pending(Struct):
     boot: str
     entries: tuple[Entry, ...]  # its hint
     boundaries: dict[bytes, Entry]  # what the hint says of each, by key
@@ -27,7 +28,7 @@ class _Pending:
     new: list[bytes]  # keys of those that were not held before
     positions: dict[bytes, int]  # of boundaries not yet tied or given up, by key
     placed: set[bytes]  # keys of all that have or had a position
-    states: dict[int, str] = field(default_factory=dict)  # names of those reported so far, by position
+    states: dict[int, str] = {}  # names of those reported so far, by position
 
 
 @dataclass
@@ -61,12 +62,17 @@ class HeldStates:
         """
         if not boundaries or not entries:
             return
-        new = [boundary.key for boundary in boundaries if not self._prefix_index.holds(boundary.key, boot)]
-        said = {
-            each.key: entry for each in boundaries if (entry := each.entry if each.entry in entries else each.tokens)
-        }
-        # An engine that takes positions only resolves nothing: what was sent is where it looks.
-        places = {key: entry for key, entry in said.items() if isinstance(entry, int) and entry > 0}
+        new: list[bytes] = []
+        said: dict[bytes, Entry] = {}
+        places: dict[bytes, int] = {}
+        for boundary in boundaries:
+            if not self._prefix_index.holds(boundary.key, boot):
+                new.append(boundary.key)
+            if entry := boundary.entry if boundary.entry in entries else boundary.tokens:
+                said[boundary.key] = entry
+                # An engine that takes positions only resolves nothing: what was sent is where it looks.
+                if isinstance(entry, int) and entry > 0:
+                    places[boundary.key] = entry
         self._pending[request_id] = _Pending(boot, tuple(entries), said, ahead, new, places, set(places))
         self._pending.move_to_end(request_id)
         if len(self._pending) > MAX_PENDING:
@@ -77,13 +83,16 @@ class HeldStates:
         """The engine has resolved the request's hint to these positions, in its order; 0 for what is not there."""
         if (pending := self._pending.get(request_id)) is None:
             return
-        found = resolved_positions(pending.entries, positions)
-        pending.positions = {key: found[entry] for key, entry in pending.boundaries.items() if entry in found}
+        found = dict(zip(pending.entries, positions, strict=False))
+        pending.positions = {}
+        for key, entry in pending.boundaries.items():
+            if tokens := found.get(entry):
+                pending.positions[key] = tokens
+                self._prefix_index.set_length(key, tokens)
+                self._learnt(key, tokens)
+            else:
+                self._not_held((key,), pending.boot)
         pending.placed = set(pending.positions)
-        for key, tokens in pending.positions.items():
-            self._prefix_index.set_length(key, tokens)
-            self._learnt(key, tokens)
-        self._not_held((key for key in pending.boundaries if key not in pending.placed), pending.boot)
 
     def refused(self, request_id: str) -> None:
         """The worker has not computed the request: what was new in it is not held."""

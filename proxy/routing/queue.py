@@ -12,10 +12,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from prometheus_client import Histogram
-
 from proxy.errors import GatewayError, KeyBusy, Overloaded
 from proxy.http.auth import ApiKey
+from proxy.metrics import Distribution
 
 S = TypeVar("S")
 
@@ -31,7 +30,7 @@ class _Waiter:
 class AdmissionQueue:
     """The queue before the workers."""
 
-    def __init__(self, most: int, timeout: float, seconds: Histogram) -> None:
+    def __init__(self, most: int, timeout: float, seconds: Distribution) -> None:
         """At most `most` requests wait, each `timeout` seconds; `seconds` observes how long they did."""
         self._most, self._timeout, self._seconds = most, timeout, seconds
         self.waiting: dict[_Waiter, None] = {}  # in order of arrival

@@ -146,6 +146,7 @@ def build(gateway: Gateway, *, pages_only: bool = False) -> App:
     @app.get("/metrics")
     async def metrics() -> Response:
         await gateway.idle.caught_up()
+        gateway.accounting.time_saved()
         shown = await gateway.idle.finish(exposition_of(gateway.metrics.registry))
         if gateway.settings.sidecar:  # an endpoint picker looks for vLLM's figures here
             shown = merged(await gateway.pool.exposition(gateway.pool.workers[0]), shown.decode()).encode()

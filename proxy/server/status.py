@@ -17,7 +17,7 @@ from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
-from proxy.observability.totals import SLOTS, SLOTS_OF_MINUTE, Totals
+from proxy.observability.totals import SLOTS, SLOTS_OF_MINUTE, Totals, by_key
 from proxy.version import version
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _of_both(gateway: Gateway) -> dict[str, Any]:
         "since": gateway.created,
         "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
         "warnings": warnings(gateway),
-        "keys": gateway.accounting.key_usage.as_json(),
+        "keys": by_key(gateway.metrics),
         "prefixes": gateway.pinned.as_json(),
         "redis": redis_status(gateway),
         # How many answers from the cache were checked, and what followed; None if the self-check is off.
@@ -85,7 +85,7 @@ def live(gateway: Gateway) -> dict[str, Any]:
         "changing": changing(hour, newest),
         "shadow_mode": shadow_mode,
         "shadow": gateway.shadow.would_save() if gateway.shadow.judged else None,
-        "sums": {"minute": minute._asdict(), "hour": hour._asdict(), "whole": sums.whole._asdict()},
+        "sums": {"minute": asdict(minute), "hour": asdict(hour), "whole": asdict(sums.whole)},
         "efficiency": {
             "now": minute.efficiency,
             "hour": hour.efficiency,

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,15 +22,9 @@ from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability import shadow as shadow_module
 from proxy.observability import tracing
-from proxy.observability.explanations import MAX_CHARACTERS, Explanation, Explanations, Record, client_name
+from proxy.observability.explanations import MAX_CHARACTERS, Explanation, Explanations, client_name
 from proxy.observability.prefill_cost import RENEWAL, CostLearner
-from proxy.observability.reasons import (
-    ENGINE_CAUSES,
-    REASON_TEXT,
-    Delivery,
-    Expectation,
-    reason_for,
-)
+from proxy.observability.reasons import ENGINE_CAUSES, REASON_TEXT, Expectation, reason_for
 from proxy.observability.request_diff import PrefixChange, RequestMemory
 from proxy.observability.shadow import MAX_WAITING, AnsweredRequest, ReadPrompt, Shadow
 from proxy.observability.totals import Totals
@@ -109,8 +101,12 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
     ],
 )
 def test_the_reason_is_what_cost_most(expected, delivered, change, reason):
-    delivery = Delivery.of(expected, delivered.pop("prompt", 1000), **delivered)
-    assert reason_for(expected, delivery, change) == reason
+    told = {"prompt": 1000, "shared": None, "deepest": 1000, "engine": "", "unchanged": 0, **delivered}
+    if change is not None:
+        change = change._replace(token=told["unchanged"] - change.lost)
+    shareable = expected.shareable(told["prompt"], told["shared"])
+    given = told["prompt"], told["cached"], shareable, told["deepest"], told["engine"]
+    assert reason_for(expected, *given, change) == reason
     assert reason in REASON_TEXT
 
 
@@ -123,32 +119,15 @@ def test_beside_a_draft_head_a_hit_is_what_the_engine_can_deliver():
     for boundary, cached, reason in ((163, 144, "hit"), (163, 0, "evicted"), (31, 0, "below_unit")):
         sent = Prefix(boundary, 0)
         expected = expect(sent=sent, ever_sent=sent, held=cached, predicted=cached, ahead=16)
-        delivery = Delivery.of(expected, 400, cached, shared=boundary // UNIT * UNIT)
-        assert reason_for(expected, delivery) == reason and delivery.shareable == expected.deliverable(boundary)
-
-
-def test_a_request_is_explained_as_it_stands_until_it_is_settled_and_holds_nothing_afterwards():
-    class Request:
-        status: int | None = None
-
-    request = Request()
-    gone = weakref.ref(request)
-    record = Record(lambda record, request=request: Explanation("r", "/", status=request.status, began=record.began))
-    assert record.explanation.status is None and record.explanation.began == record.began
-    request.status = 200
-    assert record.explanation.status == 200
-    record.settle()
-    request.status = 500
-    record.settle()
-    del request
-    gc.collect()
-    assert record.explanation.status == 200 and gone() is None
+        shareable = expected.shareable(400, boundary // UNIT * UNIT)
+        assert reason_for(expected, 400, cached, shareable, 400) == reason
+        assert shareable == expected.deliverable(boundary)
 
 
 def test_the_last_requests_are_explained_the_newest_first():
     explanations = Explanations(most=3)
     for number in (0, 1, 2, 3, 4, 3):
-        explanations.begin(f"r{number}", None, lambda _, name=f"r{number}": Explanation(name, "/"))
+        explanations.begin(Explanation(f"r{number}", "/"))
     assert [each.request_id for each in explanations.newest(2)] == ["r3", "r4"]
     assert explanations.get("r1") is None and explanations.get("r2") is not None
 
@@ -156,7 +135,7 @@ def test_the_last_requests_are_explained_the_newest_first():
 def test_a_name_that_two_clients_gave_is_two_requests():
     explanations = Explanations()
     for owner, endpoint in (("ann", "/v1/messages"), ("bob", "/v1/responses"), (None, "/v1/completions")):
-        explanations.begin("same", owner, lambda _, endpoint=endpoint: Explanation("same", endpoint))
+        explanations.begin(Explanation("same", endpoint, owner))
     assert [explanations.get("same", owner).endpoint for owner in ("ann", "bob")] == ["/v1/messages", "/v1/responses"]
     assert explanations.get("same", "cid") is None
     assert explanations.of_anyone("same").endpoint == "/v1/completions"
@@ -164,10 +143,10 @@ def test_a_name_that_two_clients_gave_is_two_requests():
 
 
 def test_the_first_product_names_a_client():
-    assert client_name("claude-cli/2.0.1 (external, cli)") == "claude-cli/2.0.1"
-    browser = "Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML) Chrome/120.0 Safari/537"
-    assert client_name(browser) == "Chrome/120" and client_name("a" * 500) == "a" * MAX_CHARACTERS
-    assert client_name("<script>") is client_name(None) is None
+    assert client_name(b"claude-cli/2.0.1 (external, cli)") == "claude-cli/2.0.1"
+    browser = b"Mozilla/5.0 (X11; Linux x86_64) AppleWebKit/537.36 (KHTML) Chrome/120.0 Safari/537"
+    assert client_name(browser) == "Chrome/120" and client_name(b"a" * 500) == "a" * MAX_CHARACTERS
+    assert client_name(b"<script>") is None
 
 
 PATH = "/v1/chat/completions"
@@ -325,8 +304,8 @@ async def test_what_a_request_can_have_hit_of_the_workers_new_hits_is_its_own():
 async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_the_cost_is_known(shadowed):
     """Prompts of 400 tokens and more, a millisecond each, with a tenth of a second for whatever they hold."""
 
-    def answer(prompt: int) -> Record:
-        record = Record(lambda _: Explanation("r", "/v1/chat/completions"))
+    def answer(prompt: int) -> Explanation:
+        record = Explanation("r", "/v1/chat/completions")
         shadowed.add(prompt=prompt, seconds=0.1 + 0.001 * prompt, alone=True, record=record)
         return record
 
@@ -334,7 +313,7 @@ async def test_what_was_lost_is_told_beside_what_was_computed_in_seconds_once_th
     for prompt in (400, 500):
         records.append(answer(prompt))
         await shadowed.loss()
-    first, second = (record.explanation for record in records)
+    first, second = records
     told = shadowed.shadow.would_save()
     assert told == {"tokens": 320, "seconds": 0.0, "computed_tokens": 900, "prefill_seconds": 0.0}
     assert (first.prompt, first.delivered, first.lost) == (400, 0, {})

@@ -20,11 +20,12 @@ from proxy.fleet.worker_metrics import StepTimes
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.http.client import Unreachable
 from proxy.idle_work import CpuBudget, IdleWork
-from proxy.observability.reasons import Delivery, Expectation, reason_for
+from proxy.observability.reasons import Expectation, reason_for
 from proxy.observability.request_diff import RememberedRequest
+from proxy.observability.totals import by_key
 from proxy.pipeline import accounting
 from proxy.pipeline.exchange import Exchange, Prompt, RequestOutcome, exchange_of
-from proxy.routing.engine_events import EngineOutcome
+from proxy.routing.feed_lines import Admitted
 from proxy.routing.prefix_index import Prefix
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker
@@ -47,10 +48,9 @@ class Scene:
         self.worker, *self.others = gateway.pool.workers
         self.reader, self.prefix_index, self.idle = gateway.reader, gateway.prefix_index, gateway.idle
         self.accounting = gateway.accounting
-        self.said: asyncio.Future[EngineOutcome | None] = asyncio.get_running_loop().create_future()
         self.ended: list[tuple[str, str]] = []  # requests of which nothing more is to come, and how
         events = self.accounting._engine_events
-        events.outcome_of = lambda *_: self.said  # type: ignore[method-assign]
+        events.ask = lambda worker, name, then: then(None)  # type: ignore[method-assign]
         events.left = lambda _, name: self.ended.append(("left", name))  # type: ignore[method-assign]
         events.refused = lambda _, name: self.ended.append(("refused", name))  # type: ignore[method-assign]
         self.value, self.found = own.metric, FOUND
@@ -66,15 +66,24 @@ class Scene:
         request.give(self.worker, Expectation(**{**known, "match_unit": 16, **expected}))
         return request
 
-    async def answered(self, request: Exchange, usage: Usage | None, *outcome: EngineOutcome) -> str | None:
-        return await self.accounting.answered(request, RequestOutcome(200, usage, *outcome))
+    async def answered(self, request: Exchange, usage: Usage | None, *outcome: Admitted) -> str | None:
+        """All of an answer has gone to the client; the reason that it told."""
+        reason = await self.accounting.answered(request, RequestOutcome(200, usage, *outcome))
+        request.reply.failed(200)
+        self.accounting.settle(request)
+        return reason
 
-    def streamed(self, request: Exchange, usage: Usage, *outcome: EngineOutcome) -> None:
-        """All of a stream's answer has gone to the client."""
+    def streamed(self, request: Exchange, usage: Usage, *outcome: Admitted) -> None:
+        """The same of a stream, which tells none."""
         request.reply.failed(200)
         request.timings.is_stream = True
         self.accounting.reported(request, RequestOutcome(200, usage, *outcome))
         self.accounting.settle(request)
+
+
+def said(reason: str, shared: int = 0, *positions: int) -> Admitted:
+    """What an engine says of a request."""
+    return Admitted("r", reason, 0, shared, positions)
 
 
 @pytest.fixture
@@ -106,11 +115,12 @@ async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, se
     """Though neither an engine nor the memory of recent requests knows of it any more."""
     request = changed_request(scene)
     prefix = Prefix(sent, 0) if sent is not None else None
-    request.give(scene.worker, request.expected._replace(ever_sent=prefix))
-    outcome = EngineOutcome("hit", cached + 12) if cached else EngineOutcome("cold", 0)
+    request.expected.ever_sent = prefix
+    outcome = said("hit", cached + 12) if cached else said("cold")
     assert await scene.answered(request, Usage(400, cached), outcome) == reason
     assert scene.value("seamark_miss_total", model="m", reason=reason) == (reason != "hit")
-    explanation = request.record.explanation
+    explanation = request.record
+    assert explanation.look is None, "nothing of the request is held"
     changed = explanation.changed
     assert explanation.would_save == ({"dates": changed["lost"]} if lost is not None else {})
     assert scene.value("seamark_would_save_tokens_total", text="dates") == (changed["lost"] if changed else 0)
@@ -130,8 +140,10 @@ def changed_request(scene: Scene) -> Exchange:
     return request
 
 
-@pytest.mark.parametrize("lack", ["behind", "spent", "slow"])
-async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_counted(scene, monkeypatch, lack):
+@pytest.mark.parametrize(
+    ("lack", "cached", "reason"), [("behind", 0, None), ("spent", 0, None), ("slow", 0, None), ("spent", 128, "hit")]
+)
+async def test_with_no_time_nothing_is_said_of_what_a_change_may_have_cost(scene, monkeypatch, lack, cached, reason):
     request = changed_request(scene)
     if lack == "behind":
         monkeypatch.setattr(IdleWork, "is_behind", True)
@@ -139,37 +151,35 @@ async def test_with_no_time_a_reason_is_found_without_a_change_and_that_is_count
         monkeypatch.setattr(CpuBudget, "is_spent", True)
     else:
         monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
-    assert await scene.answered(request, Usage(400, 0), EngineOutcome("cold", 0)) == "cold"
-    assert request.record.explanation.changed is None and scene.value("seamark_explanations_shed_total") == 1
+    assert await scene.answered(request, Usage(400, cached), said("cold", cached)) == reason == request.record.reason
+    assert request.record.changed is None and request.record.delivered == cached
+    assert scene.value("seamark_miss_total", model="m", reason="unknown") == (reason is None)
+    assert scene.value("seamark_explanations_shed_total") == 1
 
 
 async def test_a_stream_is_given_the_time_it_takes(scene, monkeypatch):
     monkeypatch.setattr(accounting, "SEEK_SECONDS", -1.0)
     request = changed_request(scene)
-    scene.streamed(request, Usage(400, 0), EngineOutcome("cold", 0))
+    scene.streamed(request, Usage(400, 0), said("cold"))
     await scene.idle.caught_up()
-    assert request.record.explanation.reason == "prefix_changed"
+    assert request.record.reason == "prefix_changed"
 
 
 async def test_what_fails_beside_an_answer_costs_no_answer_and_its_kind_alone_is_logged(scene, caplog):
-    scene.said.set_exception(KeyError("You pilot ships."))
-    request = scene.request()
-    scene.streamed(request, Usage(100, 0))
-    await until(lambda: request.record.explanation.reason)
-    assert request.record.explanation.reason == "cold"  # the gateway's own
-    assert "asking for request r: KeyError" in caplog.text and "pilot" not in caplog.text
+    scene.streamed(request := scene.request(), Usage(100, 0))
+    await until(lambda: request.record.reason)
+    assert request.record.reason == "cold"  # the gateway's own, where the engine says nothing
     request = scene.request()
     scene.found = Found((Boundary("turn", b"t", [7]),))  # no entry
     request.prompt.found = scene.found
-    outcome = EngineOutcome("cold", 0, (40,))
-    assert await scene.answered(request, Usage(100, 0), outcome) is None
+    assert await scene.answered(request, Usage(100, 0), said("cold", 0, 40)) is None
     assert "explaining request r: TypeError" in caplog.text
 
 
 async def test_lengths_are_learnt_from_what_an_engine_says_up_to_the_prompts_end(scene):
     index, positions = scene.prefix_index, scene.reader.positions
     index.record(scene.found.boundaries, scene.worker.boot, scene.found.entries())
-    await scene.answered(scene.request(), Usage(100, 0), EngineOutcome("cold", 0, (1, 101, 100)))
+    await scene.answered(scene.request(), Usage(100, 0), said("cold", 0, 1, 101, 100))
     assert [positions.get(each.key) for each in scene.found.boundaries] == [1, 0, 100]
     held = index.longest(scene.found.prefixes, [scene.worker.boot])[scene.worker.boot]
     assert (held.tokens, held.is_told) == (100, True)
@@ -188,8 +198,7 @@ def with_pace(worker: Worker, pass_seconds: float, token_seconds: float) -> None
     worker.learn(replace(worker.probed, metrics=metrics))
 
 
-async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, monkeypatch):
-    monkeypatch.setattr(accounting, "FORGET_SECONDS", 0.0)
+async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of):
     scene = Scene(await own_of(RecordingWorker("http://w"), RecordingWorker("http://v")))
     gone, (other,) = scene.worker, scene.others
     with_pace(gone, 0.0, 0.0)
@@ -205,19 +214,14 @@ async def test_a_worker_that_is_gone_is_forgotten_with_its_last_request(own_of, 
         metrics = "seamark_requests_total", "seamark_cached_tokens_total"
         return [sum(scene.value(metric, worker=name) for metric in metrics) for name in ("w", "v")]
 
-    running = asyncio.create_task(scene.accounting.run())
-    saved = scene.accounting.time_saved()
     for present, inflight in ((True, 0), (False, 1)):  # another one has its name; its last request still counts
         gone.inflight = inflight
         if not present:
             scene.accounting._pool.workers.remove(gone)
         scene.accounting.on_worker(gone, Change.REMOVED)
-        scene.accounting.forget_gone()
-        assert (counted(), saved.waiting) == ([61, 61], 120)
+        assert (counted(), scene.accounting.time_saved().waiting) == ([61, 61], 120)
     gone.inflight = 0
-    await until(lambda: counted() == [0, 61])  # it is looked at again and again
-    assert saved.waiting == 60
-    running.cancel()
+    assert (scene.accounting.time_saved().waiting, counted()) == (60, [0, 61])
 
 
 async def test_a_replay_costs_a_pass_and_what_was_computed(scene):
@@ -232,7 +236,7 @@ async def test_a_replay_costs_a_pass_and_what_was_computed(scene):
 
 async def test_cached_tokens_count_as_time_at_the_pace_known_by_then(scene):
     with_pace(scene.worker, 0.5, 0.0)
-    await scene.answered(scene.request(), Usage(1000, 400), EngineOutcome("hit", 400))
+    await scene.answered(scene.request(), Usage(1000, 400), said("hit", 400))
     saved = scene.accounting.time_saved()
     assert (saved.net, saved.waiting) == (None, 400)
     with_pace(scene.worker, 0.5, 0.01)
@@ -240,7 +244,8 @@ async def test_cached_tokens_count_as_time_at_the_pace_known_by_then(scene):
     assert (saved.saved, saved.waiting) == (pytest.approx(4.0), 0)
     assert saved.vllm_alone == pytest.approx(0.01 * (400 // 384 * 384))  # whole cache blocks
     assert scene.value("seamark_seconds_saved_total", model="m", worker="w") == pytest.approx(4.0)
-    await scene.answered(scene.request(), Usage(1000, 100), EngineOutcome("hit", 100))
+    await scene.answered(scene.request(), Usage(1000, 100), said("hit", 100))
+    scene.accounting.time_saved()
     assert scene.value("seamark_seconds_saved_total", model="m", worker="w") == pytest.approx(5.0)
 
 
@@ -253,8 +258,8 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
 
     expects = {"sent": Prefix(90, 0), "sent_here": True, "held": 80, "predicted": 80}
     for key, cached, outcome, sums in (
-        (ANN, 80, [EngineOutcome("hit", 80)], [100, 80, 80, 80, 80]),
-        (None, 16, [EngineOutcome("evicted", 80)], [200, 96, 160, 96, 160]),
+        (ANN, 80, [said("hit", 80)], [100, 80, 80, 80, 80]),
+        (None, 16, [said("evicted", 80)], [200, 96, 160, 96, 160]),
         (None, None, [], [300, 96, 240, 96, 240]),  # shareable for all that is known
     ):
         await scene.answered(scene.request(key=key, **expects), Usage(100, cached, 7), *outcome)
@@ -267,7 +272,7 @@ async def test_tokens_count_for_model_worker_and_key_as_far_as_they_are_told(sce
     nowhere.give(None)
     assert await scene.answered(nowhere, Usage(100, 16, 7)) is None
     assert counted() == [400, 112, 240, 96, 240]
-    (used,) = scene.accounting.key_usage.as_json()
+    (used,) = by_key(scene.accounting._metrics)
     assert (used["prompt_tokens"], used["cached_tokens"], used["output_tokens"]) == (100, 80, 7)
 
 
@@ -346,7 +351,7 @@ async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_fr
     # What it shares is what was sent before it came, and who refused it holds that still.
     index.set_length(b"s", 150)
     expected = request.expected
-    assert reason_for(expected, Delivery.of(expected, 160, 0, shared=0)) == reason
+    assert reason_for(expected, 160, 0, expected.shareable(160, 0), 160) == reason
     for worker in two.workers:
         two.own.upstream.faults[worker.url] = Unreachable()
         pool.mark_down(worker)

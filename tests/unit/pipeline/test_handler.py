@@ -394,8 +394,7 @@ WRITERS = {
     "Slot": {"inflight", "prefill_tokens", "dispatched"},
     "Worker": {"probed", "takes_hints", "match_unit", "draft_gate"},  # what a worker says of itself
     "WorkerPool": {"up"},
-    "Accounting": {"outcome", "record", "reason", "shareable", "change"},  # of the explanation
-    "Record": {"_amended", "_so_far"},
+    "Accounting": {"outcome", "record", "reason", "change"},  # of the explanation
 }
 
 

@@ -22,8 +22,16 @@ from proxy.http.json_body import OverBound
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import engine_events
-from proxy.routing.engine_events import EngineEvents, EngineOutcome
-from proxy.routing.feed_lines import MOST_BYTES, MOST_COUNT, MOST_EVENTS, MOST_NAME, MOST_POSITIONS, MOST_VALUES
+from proxy.routing.engine_events import EngineEvents
+from proxy.routing.feed_lines import (
+    MOST_BYTES,
+    MOST_COUNT,
+    MOST_EVENTS,
+    MOST_NAME,
+    MOST_POSITIONS,
+    MOST_VALUES,
+    Admitted,
+)
 from proxy.routing.prefix_index import PrefixIndex
 from tests.harness.probed import probed
 from tests.harness.virtual_time import on_virtual_time
@@ -99,6 +107,13 @@ async def reading(feed: Feed) -> AsyncIterator[EngineEvents]:
         await events.aclose()
 
 
+async def outcome_of(events: EngineEvents, worker: Worker, name: str) -> Admitted | None:
+    """What the engine says of a request, once it says so."""
+    told = asyncio.get_running_loop().create_future()
+    events.ask(worker, name, told.set_result)
+    return await told
+
+
 @asynccontextmanager
 async def following(feed: Feed, worker: Worker = WORKER) -> AsyncIterator[EngineEvents]:
     """The same while a request is at the worker: the feed was read once, and is asked for news."""
@@ -117,9 +132,9 @@ async def test_a_feed_that_hangs_holds_nobody_up_for_long_and_is_then_left_alone
         patched.setattr(engine_events, "READ_TIMEOUT", 3.0)
         async with reading(feed) as events:
             began = clock()
-            assert await asyncio.gather(*(events.outcome_of(WORKER, f"r{at}") for at in range(20))) == [None] * 20
+            assert await asyncio.gather(*(outcome_of(events, WORKER, f"r{at}") for at in range(20))) == [None] * 20
             assert clock() - began == pytest.approx(2.0)
-            assert [await events.outcome_of(WORKER, name) for name in ("later", "last")] == [None] * 2
+            assert [await outcome_of(events, WORKER, name) for name in ("later", "last")] == [None] * 2
             assert clock() - began == pytest.approx(3.0) and len(feed.asked) == 1
 
 
@@ -169,7 +184,7 @@ async def test_a_feed_beyond_all_bounds_is_not_read_and_that_is_said_once(caplog
             reader.silent_until, feed.evil = 0.0, []
             events.sent(WORKER, name, [SYSTEM], HINT)
             feed.tell(admitted(name, "hit", 16))
-            assert await events.outcome_of(WORKER, name) == EngineOutcome("hit", 16)
+            assert await outcome_of(events, WORKER, name) == Admitted(name, "hit", 0, 16, ())
 
 
 @pytest.mark.parametrize(
@@ -196,20 +211,21 @@ async def test_nonsense_about_one_thing_costs_what_was_believed_and_no_word_abou
     async with following(feed) as events:
         assert feed.index.longest([SYSTEM.key], [WORKER.boot])  # nothing is wrong so far
         feed.tell(nonsense, admitted("r", "cold"))
-        assert await events.outcome_of(WORKER, "r") == EngineOutcome("cold", 0)
-        assert not feed.index.longest([SYSTEM.key], [WORKER.boot]) and "q" not in events._feeds[WORKER.url].outcomes
+        assert await outcome_of(events, WORKER, "r") == Admitted("r", "cold", 0, 0, ())
+        await until(lambda: not feed.index.longest([SYSTEM.key], [WORKER.boot]))
+        assert "q" not in events._feeds[WORKER.url].outcomes
         assert caplog.text.count("events reported by worker w: V") == 1
         feed.tell(admitted("q", "evicted", 16, 163))  # the feed is read on
-        assert await events.outcome_of(WORKER, "q") == EngineOutcome("evicted", 16, (163,))
+        assert await outcome_of(events, WORKER, "q") == Admitted("q", "evicted", 0, 16, (163,))
 
 
 async def test_words_that_nobody_asks_for_are_bounded(monkeypatch):
     monkeypatch.setattr(engine_events, "MAX_OUTCOMES", 100)
     async with reading(Feed(*(f"r{number}" for number in range(105)))) as events:
         for name in ("r104", "r103"):
-            assert await events.outcome_of(WORKER, name) == EngineOutcome("hit", 0)
+            assert await outcome_of(events, WORKER, name) == Admitted(name, "hit", 0, 0, ())
         (feed,) = events._feeds.values()
-        assert len(feed.outcomes) == 98 and "r4" not in feed.outcomes and "r5" in feed.outcomes
+        assert len(feed.outcomes) == 99 and "r3" not in feed.outcomes and "r4" in feed.outcomes
 
 
 CAME = ["came", "r", 200, [[160, "5c"]]]
@@ -274,8 +290,8 @@ async def test_a_busy_feed_is_not_read_more_often_than_allowed() -> None:
 
 def test_an_outcome_comes_in_the_header_of_a_whole_answer():
     outcome_in = engine_events.outcome_in
-    assert outcome_in("hit,160,163,163:0:410") == EngineOutcome("hit", 163, (163, 0, 410))
-    assert outcome_in("hit,160,163,163,pinned") == EngineOutcome("hit", 163, (163,), "pinned")
+    assert outcome_in("hit,160,163,163:0:410") == Admitted("", "hit", 160, 163, (163, 0, 410))
+    assert outcome_in("hit,160,163,163,pinned") == Admitted("", "hit", 160, 163, (163,), "pinned")
     assert not any(map(outcome_in, ("", "hit,160,163,163:x", "hit,160,163,163,not one")))
 
 
@@ -328,8 +344,8 @@ async def test_what_ends_a_read_unforeseen_is_said_by_its_kind_and_nobody_waits_
     feed = Feed()
     feed.fails = RuntimeError("planned")
     async with reading(feed) as events:
-        assert await events.outcome_of(WORKER, "r") is None
-        assert await events.outcome_of(WORKER, "q") is None and len(feed.asked) == 1
+        assert await outcome_of(events, WORKER, "r") is None
+        assert await outcome_of(events, WORKER, "q") is None and len(feed.asked) == 1
     assert "events of worker w: RuntimeError" in caplog.text and "planned" not in caplog.text
 
 
@@ -340,6 +356,6 @@ async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
         assert [query["engine"] for query in feed.asked] == [["3"], ["3"]]
     feed = Feed("r")
     events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), gateway_id="ab12")
-    await events.outcome_of(WORKER, "r")
+    await outcome_of(events, WORKER, "r")
     await events.aclose()
     assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0] and "lines" not in feed.asked[0]

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from prometheus_client import Histogram
 
 from proxy.errors import GatewayError, KeyBusy, NoWorker, Overloaded
 from proxy.fleet.worker import Load, Worker
 from proxy.fleet.worker_metrics import EngineInfo
 from proxy.http.auth import ApiKey, KeyEntry
+from proxy.metrics import Distribution
 from proxy.routing import policy
 from proxy.routing.prefix_index import Holding
 from proxy.routing.queue import AdmissionQueue
@@ -25,7 +25,7 @@ TIMEOUT = 5.0
 
 
 def queue_of() -> AdmissionQueue:
-    return AdmissionQueue(4, TIMEOUT, Histogram("seconds", "", registry=None))
+    return AdmissionQueue(4, TIMEOUT, Distribution("seconds", ""))
 
 
 def key_of(inflight: int = 0, queued: int = 64, under_way: int = 0) -> ApiKey:
