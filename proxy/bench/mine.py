@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import chain, count, groupby, product
+from itertools import chain, count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,11 +110,8 @@ class MinedRow:
     @property
     def speed(self) -> float | None:
         """Output tokens of all that runs together, but the first, over the time after the first; median over waves."""
-
-        def wave(asked: AskedRequest) -> tuple[int, int]:
-            return asked.round, asked.wave
-
-        return _median(_speed([*together]) for _, together in groupby(sorted(self.asked, key=wave), wave))
+        waves = {(each.round, each.wave) for each in self.asked}
+        return _median(_speed([each for each in self.asked if (each.round, each.wave) == wave]) for wave in waves)
 
     def within(self, bound: float) -> float:
         """The part whose first token comes within so many seconds."""
@@ -157,9 +154,6 @@ def _speed(together: Sequence[AskedRequest]) -> float | None:
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-Planned = tuple[int, int, SharingShape]  # round, tokens of the document, and what is asked
 
 
 def say(text: str) -> None:
@@ -229,7 +223,8 @@ class Stack:
         """Two short requests, which show what is wrong with it, and what a word takes in tokens."""
         texts = "Hi.", prose(SAMPLE_WORDS, secrets.randbits(64))
         async with self._asking(PROBE_SECONDS):
-            bare, sample = [(await self.ask(in_system(text, 0), TIMED)).prompt_tokens for text in texts]
+            replies = [await self.ask(in_system(text, 0), TIMED, asyncio.Event()) for text in texts]
+        bare, sample = (reply.prompt_tokens for reply in replies)
         if sample <= bare:
             raise Unusable(f"{self.shown} counts {sample} tokens in a prompt that is {SAMPLE_WORDS} words longer")
         self._words_per_token = SAMPLE_WORDS / (sample - bare)
@@ -240,7 +235,7 @@ class Stack:
         _, _, rest = prose(max(1, round(tokens * self._words_per_token)), secrets.randbits(64)).partition(" ")
         return f"{secrets.token_hex(4)} {rest}"
 
-    async def ask(self, messages: Messages, tokens: int, begun: asyncio.Event | None = None) -> MinedReply:
+    async def ask(self, messages: Messages, tokens: int, begun: asyncio.Event) -> MinedReply:
         """Stream a greedy answer of at most `tokens` tokens; `begun` is set at the first one."""
         body: dict[str, Any] = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": tokens}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -259,8 +254,7 @@ class Stack:
                     if any(written) or choice.get("finish_reason"):
                         last_token = time.perf_counter() - sent
                         first_token = last_token if first_token is None else first_token
-                        if begun is not None:
-                            begun.set()
+                        begun.set()
             headers = response.headers
         if first_token is None:
             raise Unusable(f"{self.shown} streams no token")
@@ -277,39 +271,38 @@ class Stack:
     async def play(self, round_: int, length: int, shape: SharingShape, burst: int) -> None:
         """Raises `Unusable`; what was answered before that stays."""
         numbers, seen, before = count(1), Seen(), len(self.asked)
+        answered: list[tuple[MinedReply, float, Messages]] = []  # of a wave
 
-        async def note(wave: int, chat: Messages, tokens: int, begun: asyncio.Event) -> None:
-            number, shared, sent = next(numbers), seen.shared(chat), time.perf_counter()
+        async def ask(chat: Messages, tokens: int, begun: asyncio.Event) -> None:
+            sent = time.perf_counter()
             try:
                 reply = await self.ask(chat, tokens, begun)
             finally:
                 begun.set()
-            seen.answered(chat, reply.text)
-            about = (reply.prompt_tokens - self.template) * shared
-            # Half of the template's words stand before the end of what is shared.
-            about = about + self.template / 2 if about >= SHORTEST else 0
-            place = shape.name, length, round_, wave, number
-            self.asked.append(AskedRequest(*place, round(about), sent, reply))
-            found = (
-                f"{self.asked[-1].found:,} of {round(about):,} shared tokens found" if about else "nothing is shared"
-            )
-            found = "hits are not reported" if reply.cached_tokens is None else found
-            told = f"{shape.name} {number}, {reply.prompt_tokens:,} tokens: {found}"
+            answered.append((reply, sent, chat))
+            found = "hits are not reported" if reply.cached_tokens is None else f"{reply.cached_tokens:,} found"
+            told = f"{shape.name}: {reply.prompt_tokens:,} tokens, {found}"
             say(f"{self.name}{told}, first token after {reply.first_token:.3f} s")
 
         waves = shape.waves(self.write(length), lambda: [message("user", self.write(SHORT))], burst)
         for turn, wave in enumerate(waves):
             decoding = [(chat, LONG_ANSWER, asyncio.Event()) for chat in wave.beside]
-            tasks = [asyncio.create_task(note(turn, *each)) for each in decoding]
+            tasks = [asyncio.create_task(ask(*each)) for each in decoding]
             try:
                 for _, _, begun in decoding:
                     await begun.wait()
                 chats = map(seen.filled, wave.chats)
-                tasks += [asyncio.create_task(note(turn, chat, ANSWER, asyncio.Event())) for chat in chats]
+                tasks += [asyncio.create_task(ask(chat, ANSWER, asyncio.Event())) for chat in chats]
                 ended = await asyncio.gather(*tasks, return_exceptions=True)
             finally:
-                for task in tasks:
-                    task.cancel()
+                # Who of a wave found least computed it for the others.
+                answered.sort(key=lambda each: (each[0].cached_tokens or 0, each[0].first_token))
+                for (reply, sent, chat), number in zip(answered, numbers, strict=False):
+                    about = (reply.prompt_tokens - self.template) * seen.shared(chat, reply.text)
+                    # Half of the template's words stand before the end of what is shared.
+                    shared = round(about + self.template / 2) if about >= SHORTEST else 0
+                    self.asked.append(AskedRequest(shape.name, length, round_, turn, number, shared, sent, reply))
+                answered.clear()
             if failed := next((each for each in ended if each is not None), None):
                 raise failed
         await self.explain(self.asked[before:])
@@ -461,8 +454,10 @@ def report(stack: Stack) -> dict[str, Any]:
     }
 
 
-async def measure(stacks: Sequence[Stack], planned: Sequence[Planned], burst: int, minutes: float) -> bool:
-    """Ask each stack what fits the smallest context; whether time was enough for all of it. Raises `Unusable`."""
+async def measure(
+    stacks: Sequence[Stack], planned: Sequence[tuple[int, int, SharingShape]], burst: int, minutes: float
+) -> bool:
+    """Ask each stack the rounds, lengths and shapes that fit; whether time was enough for all. Raises `Unusable`."""
     try:
         for stack in stacks:
             await stack.find_model()

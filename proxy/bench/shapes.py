@@ -6,6 +6,7 @@ What a chat shares is not said: `Seen` reads it off the chats, as an ideal cache
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from proxy.bench.harness.prompts import QUESTIONS
@@ -66,10 +67,6 @@ def _in_turn(chat: Callable[[str, int], Messages]) -> Waves:
     return lambda document, new, burst: [Wave([chat(document, number)]) for number in IN_TURN]
 
 
-def _edited(document: str, turns: int) -> Messages:
-    return talk(document, turns, answer="This answer was cut short.")
-
-
 def _growing(document: str, turns: int) -> Messages:
     return (message("user", document[: len(document) * (turns + 1) // len(IN_TURN)]),)
 
@@ -92,16 +89,12 @@ SHAPES = (
     SharingShape("system", "a document in the system message, then other questions", _in_turn(in_system)),
     SharingShape("user", "a document and a question in one user message", _in_turn(in_user)),
     SharingShape("turns", "a conversation, turn by turn", _in_turn(talk)),
-    SharingShape("edited", "the same, with other answers in place of the server's", _in_turn(_edited)),
+    SharingShape("edited", "the same with other answers than the server's", _in_turn(partial(talk, answer="No."))),
     SharingShape("part", "a document as a content part of its own", _in_turn(in_part)),
     SharingShape("repeat", "one request again, word for word", _in_turn(lambda document, turn: in_user(document))),
     SharingShape("busy", "several equal ones at once and a new one, while others decode", _busy),
-    SharingShape("cold", "questions at once on a new document", lambda text, new, burst: [_at_once(text, 0, burst)]),
-    SharingShape(
-        "warm",
-        "questions at once on a document that was asked before",
-        lambda text, new, burst: [_at_once(text, 0, 1), _at_once(text, 1, burst)],
-    ),
+    SharingShape("cold", "questions at once on a new document", lambda text, new, n: [_at_once(text, 0, n)]),
+    SharingShape("warm", "the same on a known one", lambda text, new, n: [_at_once(text, 0, 1), _at_once(text, 1, n)]),
     SharingShape("grows", "a last message that grows", _in_turn(_growing)),
     SharingShape("fork", "a conversation, then sub-agents that start from its whole history", _fork),
 )
@@ -111,11 +104,8 @@ QUICK = 3  # shapes
 def text_of(messages: Messages) -> str:
     """All of it, with what keeps messages apart."""
     contents = ((each["role"], each["content"]) for each in messages)
-    parts = (
-        (role, [content] if isinstance(content, str) else [part["text"] for part in content])
-        for role, content in contents
-    )
-    return "".join(f"\n<{role}>{''.join(texts)}" for role, texts in parts)
+    parts = ((role, [{"text": each}] if isinstance(each, str) else each) for role, each in contents)
+    return "".join(f"\n<{role}>{''.join(part['text'] for part in each)}" for role, each in parts)
 
 
 class Seen:
@@ -133,15 +123,10 @@ class Seen:
             filled.append({**each, "content": said})
         return filled
 
-    def shared(self, messages: Messages) -> float:
-        """The part of a chat that the nearest earlier one begins with; the chat is an earlier one from now on."""
+    def shared(self, messages: Messages, answer: str) -> float:
+        """The part of a chat that the nearest earlier one begins with; with its answer it is an earlier one now."""
         text = text_of(messages)
         shared = max((common_prefix(text, earlier) for earlier in self._texts), default=0)
-        self._texts.append(text)
-        return shared / len(text)
-
-    def answered(self, messages: Messages, answer: str) -> None:
-        """An engine has the tokens of its answers, too."""
-        text = text_of(messages)
         self._answers[text] = answer
-        self._texts.append(f"{text}\n<assistant>{answer}")
+        self._texts.append(f"{text}\n<assistant>{answer}")  # an engine has the tokens of answers, too
+        return shared / len(text)

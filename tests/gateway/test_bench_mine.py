@@ -162,9 +162,9 @@ def test_all_that_is_shared_is_found_in_a_cache_that_keeps_all_and_every_documen
     assert said.verdict.startswith("A later request finds 100% of what it shares with earlier ones (")
     assert [name for name, _ in losses(said)] == NAMES * 2 and "tokens that" not in said.out
     assert f"100% of {REQUESTS - 2} first tokens came within 60 s" in said.out
-    shown = re.findall(r"^([a-z]+) \d+, [\d,]+ tokens: (.+), first token after [\d.]+ s$", said.err, re.M)
+    shown = re.findall(r"^([a-z]+): [\d,]+ tokens, ([\d,]+) found, first token after [\d.]+ s$", said.err, re.M)
     assert [*Counter(name for name, _ in shown)] == NAMES and len(shown) == REQUESTS - 2
-    new = Counter(name for name, found in shown if found == "nothing is shared")
+    new = Counter(name for name, found in shown if int(found) < 10)
     assert new == {**dict.fromkeys(NAMES, 2), "busy": 2 * 4}
 
 
