@@ -495,13 +495,14 @@ async def measure(
 
 
 def main(argv: list[str]) -> int:
+    names = [shape.name for shape in SHAPES]
     parser = Parser(prog="seamark bench mine", description="what a stack that runs finds in its cache, and how fast")
     parser.add_argument("--base-url", required=True, metavar="URL", help="any OpenAI-compatible server")
     parser.add_argument("--against", metavar="URL", help="another one, asked in turns: with Seamark and without")
     parser.add_argument("--model", help="default: the first of /v1/models")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key; default: OPENAI_API_KEY")
     parser.add_argument("--quick", action="store_true", help="three shapes at one length: a dozen requests")
-    parser.add_argument("--shapes", nargs="+", choices=[shape.name for shape in SHAPES], help="default: all")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", choices=names, help=f"of {', '.join(names)}")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="of documents; default: 2000 6000")
     parser.add_argument("--burst", type=int, default=BURST, metavar="N", help=f"requests at once; default: {BURST}")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="how often each shape is asked; default: 1")
@@ -519,8 +520,8 @@ def main(argv: list[str]) -> int:
         parser.error(str(error))
     asked = {"this": args.base_url, "other": args.against} if args.against else {"": args.base_url}
     stacks = [Stack(url, args.model, key or None, name) for name, url in asked.items()]
-    names = args.shapes or [shape.name for shape in SHAPES][: QUICK if args.quick else None]
-    shapes = [shape for shape in SHAPES if shape.name in names]
+    chosen = args.shapes or names[: QUICK if args.quick else None]
+    shapes = [shape for shape in SHAPES if shape.name in chosen]
     # For an early end: all shapes at one length before the next.
     planned = [*product(range(args.rounds), sorted({*lengths}), shapes)]
     ended, status = "", 0
