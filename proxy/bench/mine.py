@@ -2,28 +2,30 @@
 
 Nothing is needed but a URL: prompts are made here, their lengths are the server's own count, times are those of its
 streams, and accepted drafts are what its engines count. With `--against` a second stack is asked in turns, so that
-whatever else the machine does meets both. What is asked is a table: `SHAPES`.
+whatever else the machine does meets both. What is asked is a table: `proxy.bench.shapes`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import secrets
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from itertools import chain
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import chain, count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.client import open_client
+from proxy.bench.harness.client import Messages, open_client
 from proxy.bench.harness.prompts import QUESTIONS, prose
+from proxy.bench.shapes import QUICK, SHAPES, Seen, SharingShape, in_system, message
 from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret, without_credentials
 from proxy.errors import SettingsError, did_you_mean
@@ -32,15 +34,15 @@ from proxy.fleet.probe import models_in
 from proxy.fleet.worker_metrics import Accepted
 
 # What is asked.
-LENGTHS, PAIRS = (500, 2000, 6000), 3  # tokens of shared system prompts; cold and warm requests of each length
-SHORTEST = 16  # tokens, of what prompts share
-QUICK_LENGTHS, QUICK_PAIRS = (2000,), 1
-FAN_OUT, TURNS = 4, 4  # requests at once on one new prefix, and of the conversation
+LENGTHS, QUICK_LENGTHS = (2000, 6000), (2000,)  # tokens of documents
+SHORTEST = 16  # tokens, of a document, and of what requests are said to share
+BURST, MOST = 4, 256  # chats at once
+SHORT = 64  # tokens of a chat that shares nothing
 SAMPLE_WORDS = 300  # of the prompt by which words are converted to tokens
 
-# Tokens of an answer of which the first one alone is timed, and of one long enough to have a speed.
-TIMED, ANSWER = 4, 32
-HEADROOM = 512  # tokens of the context that a shared prompt leaves to questions and answers
+# Tokens of an answer of which the first one alone is timed, of one long enough to have a speed, and of one that lasts.
+TIMED, ANSWER, LONG_ANSWER = 4, 32, 192
+HEADROOM = 512  # tokens of the context that a document leaves to questions and answers
 
 # How long is waited.
 PROBE_SECONDS = 60.0  # for the first, short answer
@@ -48,10 +50,11 @@ LOADING_SECONDS, ASK_AGAIN_SECONDS = 3600.0, 2.0  # of a model
 METRICS_SECONDS = 5.0  # for the engines' counters, which a stack may not show
 
 # What it means.
-HITS, PARTLY = 0.9, 0.1  # parts of the shared tokens from which a stack is said to hit, and to hit in part
-SOONER = 0.7  # warm over cold from which time alone shows a hit
+HITS = 0.9  # the part of the shared tokens from which nothing is said to be lost
+SOONER = 0.7  # later over first from which time alone shows a hit
 REACH = 0.02  # seconds below which neither is said to be sooner
-BURST = 0.005  # seconds within which a whole answer comes only if something held it back: that is no speed
+HELD_BACK = 0.005  # seconds within which a whole answer comes only if something held it back: that is no speed
+UNIT = 64  # tokens from which a common divisor of all hits is told
 
 
 class Unusable(Exception):
@@ -62,52 +65,95 @@ class MinedReply(NamedTuple):
     prompt_tokens: int
     cached_tokens: int | None  # None: not reported
     first_token: float  # seconds after sending
-    text: str
+    text: str = ""
     output_tokens: int = 0  # as the server counts them; 0: it does not
     last_token: float = 0.0  # seconds after sending
+    explained_as: str = ""  # the id by which a Seamark gateway explains it
+
+
+class AskedRequest(NamedTuple):
+    """One request of a shape and what came of it; lengths in tokens."""
+
+    shape: str
+    length: int  # of its document
+    round: int
+    wave: int  # of those that are sent together, from 0 on
+    number: int  # in its shape, from 1 on
+    shared: int  # about so many with earlier ones, as an ideal cache would find them; 0: next to none
+    sent: float  # seconds on this machine's clock
+    reply: MinedReply
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """Output tokens after the first one over the time after the first one; None if that is no speed."""
-        seconds = self.last_token - self.first_token
-        return (self.output_tokens - 1) / seconds if self.output_tokens > 1 and seconds > BURST else None
+    def found(self) -> int:
+        return min(self.reply.cached_tokens or 0, self.shared)
+
+    @property
+    def lost(self) -> int:
+        """What it shares and computes again; 0 if that is little."""
+        return self.shared - self.found if self.found < HITS * self.shared else 0
 
 
-class MinedShape(NamedTuple):
-    """Requests that begin alike, and like none before them."""
+class MinedRow:
+    """What came of one shape at one length. Lengths in tokens, times in seconds."""
 
-    name: str
-    told: str  # what they are, before what they found
-    requests: int
-    repeats: bool  # asked at each length, `--pairs` times; else once, at the middle one
-    ask: Callable[[Stack, int], Awaitable[Round]]  # a stack, with a system prompt of so many tokens
+    def __init__(self, asked: Sequence[AskedRequest]) -> None:
+        self.asked = asked
+        self.later = [each for each in asked if each.shared]
+        self.shared, self.found = sum(each.shared for each in self.later), sum(each.found for each in self.later)
+        self.part = self.found / self.shared if self.shared else 1.0
+        times = [each.reply.first_token for each in self.later]
+        # Until first tokens: the first request's, and those of later ones that share.
+        self.first = _median(each.reply.first_token for each in asked if each.number == 1)
+        self.warm, self.slowest = _median(times), max(times, default=None)
+        self.sooner = (self.first or 0.0) - (self.warm or 0.0) >= max(REACH, (1 - SOONER) * (self.first or 0.0))
+
+    @property
+    def speed(self) -> float | None:
+        """Output tokens of all that runs together, but the first, over the time after the first; median over waves."""
+        waves = {(each.round, each.wave) for each in self.asked}
+        return _median(_speed([each for each in self.asked if (each.round, each.wave) == wave]) for wave in waves)
+
+    def within(self, bound: float) -> float:
+        """The part whose first token comes within so many seconds."""
+        return sum(each.reply.first_token <= bound for each in self.asked) / max(1, len(self.asked))
+
+    def told(self, stack: Stack) -> str:
+        """What is lost and why, in one sentence."""
+        if not self.later or self.first is None or self.slowest is None:
+            return "nothing was asked that could be found"
+        new = max((each.reply.first_token for each in self.asked if not each.shared and each.wave), default=0.0)
+        late = self.first + REACH
+        beside = f"; a new request beside it waits {new:.3f} s" if new > late else ""
+        if not stack.reported:
+            return f"not reported; first tokens come {'sooner' if self.sooner else 'no sooner'} later{beside}"
+        worst = max(self.later, key=lambda each: each.lost)
+        if not worst.lost:
+            return ("nothing" if self.slowest <= late else f"time: a first token takes {self.slowest:.3f} s") + beside
+        behind = [each.lost for each in self.later if each.wave > worst.wave]
+        if behind and not any(behind):
+            why = "what two requests share is kept only once the second has shown it"
+        elif worst.lost < stack.unit:
+            why = f"hits end at multiples of {stack.unit:,} tokens"
+        elif worst.wave == 0:
+            why = "it does not wait for the one beside it that computes the same"
+        else:
+            why = f"nothing is kept {'nearer to its end' if worst.found else 'of it'}"
+        if reason := stack.reasons.get(worst.reply.explained_as):
+            why += f" ({reason})"
+        return f"{worst.lost:,} of the {worst.shared:,} tokens that request {worst.number} shares: {why}{beside}"
 
 
-async def _pair(stack: Stack, length: int) -> Round:
-    system = stack.prefix(length)
-    return [await stack.ask(system, question, tokens=ANSWER) for question in QUESTIONS[:2]]
+def _speed(together: Sequence[AskedRequest]) -> float | None:
+    """None if that is no speed."""
+    begun = min(each.sent + each.reply.first_token for each in together)
+    seconds = max(each.sent + each.reply.last_token for each in together) - begun
+    tokens = sum(max(0, each.reply.output_tokens - 1) for each in together)
+    return tokens / seconds if tokens and seconds > HELD_BACK else None
 
 
-async def _fan_out(stack: Stack, length: int) -> Round:
-    system = stack.prefix(length)
-    return await asyncio.gather(*(stack.ask(system, question) for question in QUESTIONS[:FAN_OUT]))
-
-
-async def _conversation(stack: Stack, length: int) -> Round:
-    system, said, replies = stack.prefix(length), list[str](), list[MinedReply]()
-    for question in QUESTIONS[:TURNS]:
-        replies.append(await stack.ask(system, *said, question, tokens=ANSWER))
-        said += [question, replies[-1].text or "Yes."]
-    return replies
-
-
-Round = Sequence[MinedReply]  # of one shape, in the order of its requests
-PAIR = MinedShape("pair", "two requests with one system prompt", 2, True, _pair)
-SHAPES = (
-    PAIR,
-    MinedShape("fan-out", f"{FAN_OUT} requests at once on a new system prompt", FAN_OUT, False, _fan_out),
-    MinedShape("conversation", "a conversation, turn by turn", TURNS, False, _conversation),
-)
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def say(text: str) -> None:
@@ -122,13 +168,14 @@ class Stack:
         self.url = base_url(url if "://" in url else f"http://{url}")
         self.shown = without_credentials(self.url)[0]
         self.model = model or ""
-        self.name = f"{name:<6}"
+        self.name = f"{name:<6}" if name else ""
         self.context: int | None = None  # tokens, if the server says
-        self.bare = 0  # tokens of the same chat without a system prompt worth the name
-        self.rounds: dict[MinedShape, dict[int, list[Round]]] = {shape: {} for shape in SHAPES}  # by length
+        self.asked: list[AskedRequest] = []
+        self.failed: dict[tuple[str, int], str] = {}  # by shape and length: why it was not asked to its end
+        self.reasons: dict[str, str] = {}  # that a Seamark gateway gives, by `MinedReply.explained_as`
         self.drafts: Accepted | None = None  # of this run; None: counters cannot be read, or began anew meanwhile
         self.reported = False  # whether any answer says what came from the cache; some servers leave a zero out
-        self._asked = "a short prompt"
+        self.template = 0.0  # tokens that the template writes around a system prompt and a question
         self._words_per_token = 1.0
         self._models: list[str] = []
         self._has_key = api_key is not None
@@ -174,26 +221,22 @@ class Stack:
 
     async def probe(self) -> None:
         """Two short requests, which show what is wrong with it, and what a word takes in tokens."""
+        texts = "Hi.", prose(SAMPLE_WORDS, secrets.randbits(64))
         async with self._asking(PROBE_SECONDS):
-            self.bare = (await self.ask("Hi.", QUESTIONS[0])).prompt_tokens
-            sample = (await self.ask(self.prefix(SAMPLE_WORDS), QUESTIONS[0])).prompt_tokens
-        if sample <= self.bare:
+            replies = [await self.ask(in_system(text, 0), TIMED, asyncio.Event()) for text in texts]
+        bare, sample = (reply.prompt_tokens for reply in replies)
+        if sample <= bare:
             raise Unusable(f"{self.shown} counts {sample} tokens in a prompt that is {SAMPLE_WORDS} words longer")
-        self._words_per_token = SAMPLE_WORDS / (sample - self.bare)
+        self._words_per_token = SAMPLE_WORDS / (sample - bare)
+        self.template = max(0.0, bare - (sample - bare) * len(f"Hi.{QUESTIONS[0]}") / len(texts[1]))
 
-    def prefix(self, length: int) -> str:
-        """A system prompt of so many tokens, new for each stack: two addresses may lead to one engine."""
-        return prose(max(1, round(length * self._words_per_token)), secrets.randbits(64))
+    def write(self, tokens: int) -> str:
+        """A text of so many tokens, new for each stack: two addresses may lead to one engine."""
+        _, _, rest = prose(max(1, round(tokens * self._words_per_token)), secrets.randbits(64)).partition(" ")
+        return f"{secrets.token_hex(4)} {rest}"
 
-    async def play(self, shape: MinedShape, length: int) -> None:
-        self._asked = f"{shape.name} at {length:,} tokens"
-        answers = await shape.ask(self, length)
-        self.rounds[shape].setdefault(length, []).append(answers)
-
-    async def ask(self, system: str, *turns: str, tokens: int = TIMED) -> MinedReply:
-        """Stream a greedy answer of at most `tokens` tokens to a chat whose `turns` alternate from the user's on."""
-        messages = [{"role": "system", "content": system}]
-        messages += [{"role": ("user", "assistant")[number % 2], "content": turn} for number, turn in enumerate(turns)]
+    async def ask(self, messages: Messages, tokens: int, begun: asyncio.Event) -> MinedReply:
+        """Stream a greedy answer of at most `tokens` tokens; `begun` is set at the first one."""
         body: dict[str, Any] = {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": tokens}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         sent = time.perf_counter()
@@ -211,19 +254,65 @@ class Stack:
                     if any(written) or choice.get("finish_reason"):
                         last_token = time.perf_counter() - sent
                         first_token = last_token if first_token is None else first_token
-            header = response.headers.get("x-seamark-cached", "")
+                        begun.set()
+            headers = response.headers
         if first_token is None:
             raise Unusable(f"{self.shown} streams no token")
         if not isinstance(usage, dict) or not isinstance(usage.get("prompt_tokens"), int):
             why = "though stream_options.include_usage asks for it: without prompt_tokens, prompts cannot be measured"
             raise Unusable(f"{self.shown} streams no usage, {why}")
-        prompt, cached = usage["prompt_tokens"], (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-        if cached is None and header.isdigit():
-            cached = int(header)
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         self.reported |= cached is not None
-        found = "what it found is not reported" if cached is None else f"{cached:,} of {prompt:,} tokens found"
-        say(f"{self.name}{self._asked}: {found}, first token after {first_token:.3f} s")
-        return MinedReply(prompt, cached, first_token, text, usage.get("completion_tokens") or 0, last_token)
+        output = usage.get("completion_tokens") or 0
+        is_seamark = any(name.startswith("x-seamark-") for name in headers)
+        explained_as = headers.get("x-request-id", "") if is_seamark else ""
+        return MinedReply(usage["prompt_tokens"], cached, first_token, text, output, last_token, explained_as)
+
+    async def play(self, round_: int, length: int, shape: SharingShape, burst: int) -> None:
+        """Raises `Unusable`; what was answered before that stays."""
+        numbers, seen, before = count(1), Seen(), len(self.asked)
+        answered: list[tuple[MinedReply, float, Messages]] = []  # of a wave
+
+        async def ask(chat: Messages, tokens: int, begun: asyncio.Event) -> None:
+            sent = time.perf_counter()
+            try:
+                reply = await self.ask(chat, tokens, begun)
+            finally:
+                begun.set()
+            answered.append((reply, sent, chat))
+            found = "hits are not reported" if reply.cached_tokens is None else f"{reply.cached_tokens:,} found"
+            told = f"{shape.name}: {reply.prompt_tokens:,} tokens, {found}"
+            say(f"{self.name}{told}, first token after {reply.first_token:.3f} s")
+
+        waves = shape.waves(self.write(length), lambda: [message("user", self.write(SHORT))], burst)
+        for turn, wave in enumerate(waves):
+            decoding = [(chat, LONG_ANSWER, asyncio.Event()) for chat in wave.beside]
+            tasks = [asyncio.create_task(ask(*each)) for each in decoding]
+            try:
+                for _, _, begun in decoding:
+                    await begun.wait()
+                chats = map(seen.filled, wave.chats)
+                tasks += [asyncio.create_task(ask(chat, ANSWER, asyncio.Event())) for chat in chats]
+                ended = await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                # Who of a wave found least computed it for the others.
+                answered.sort(key=lambda each: (each[0].cached_tokens or 0, each[0].first_token))
+                for (reply, sent, chat), number in zip(answered, numbers, strict=False):
+                    about = (reply.prompt_tokens - self.template) * seen.shared(chat, reply.text)
+                    # Half of the template's words stand before the end of what is shared.
+                    shared = round(about + self.template / 2) if about >= SHORTEST else 0
+                    self.asked.append(AskedRequest(shape.name, length, round_, turn, number, shared, sent, reply))
+                answered.clear()
+            if failed := next((each for each in ended if each is not None), None):
+                raise failed
+        await self.explain(self.asked[before:])
+
+    async def explain(self, asked: Iterable[AskedRequest]) -> None:
+        """Ask a Seamark gateway why these lost what they lost."""
+        for reply in (each.reply for each in asked if each.lost and each.reply.explained_as):
+            with suppress(Unusable, ValueError, KeyError, TypeError):
+                answer = await self._get(f"/seamark/requests/{reply.explained_as}", METRICS_SECONDS)
+                self.reasons[reply.explained_as] = json.loads(answer.text)["reason"]
 
     async def accepted(self) -> Accepted | None:
         """Drafts that its engines, or a gateway's workers, have counted so far; None if that cannot be read here."""
@@ -251,29 +340,19 @@ class Stack:
             return Unusable(f"{self.shown} serves no model {self.model!r}, but {served}")
         return Unusable(f"{self.shown} answers {status}: {_message(body)}")
 
-    def shared(self, length: int) -> int:
-        """Tokens that the pairs of a length share, some few too low: the template's own around them are not counted."""
-        return round(statistics.median(cold.prompt_tokens - self.bare for cold, _ in self.rounds[PAIR][length]))
-
-    def hit(self, length: int) -> float | None:
-        """The part of the shared tokens that the second request of a pair takes from the cache; the median, up to 1."""
-        pairs = self.rounds[PAIR][length]
-        parts = [(warm.cached_tokens or 0) / (cold.prompt_tokens - self.bare) for cold, warm in pairs]
-        return min(1.0, statistics.median(parts)) if self.reported else None
+    def rows(self) -> dict[tuple[str, int], MinedRow]:
+        """By shape and length."""
+        asked: dict[tuple[str, int], list[AskedRequest]] = {}
+        for each in self.asked:
+            asked.setdefault((each.shape, each.length), []).append(each)
+        return {key: MinedRow(asked.get(key, [])) for key in dict.fromkeys((*asked, *self.failed))}
 
     @property
-    def hit_overall(self) -> float | None:
-        """The mean over all lengths."""
-        return statistics.mean(self.hit(length) or 0.0 for length in self.rounds[PAIR]) if self.reported else None
-
-    def median(self, length: int, which: int, figure: str) -> Any:
-        """Of first (0) or second (1) requests; None if none has the figure."""
-        return _median(getattr(pair[which], figure) for pair in self.rounds[PAIR][length])
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
+    def unit(self) -> int:
+        """The tokens of which every hit is a multiple; 1 if that says nothing."""
+        found = {each.reply.cached_tokens or 0 for each in self.asked} - {0}
+        unit = math.gcd(*found)
+        return unit if unit >= UNIT and len(found) > 1 else 1
 
 
 def _message(body: str) -> str:
@@ -304,65 +383,35 @@ async def _events(response: httpx.Response, shown: str) -> AsyncIterator[Mapping
         yield event
 
 
-class PlannedRound(NamedTuple):
-    number: int
-    shape: MinedShape
-    length: int  # tokens
-
-
-def plan_for(stacks: Sequence[Stack], lengths: Iterable[int], pairs: int) -> list[PlannedRound]:
-    """What fits the smallest context: all shapes, then those that repeat, for an early end. Raises `Unusable`."""
-    room = min((stack.context for stack in stacks if stack.context is not None), default=None)
-    fitting = sorted({length for length in lengths if room is None or length + HEADROOM <= room})
-    if not fitting:
-        raise Unusable(f"the context of {room} tokens is too short for a prompt of {min(lengths)}: give --lengths")
-    once = fitting[len(fitting) // 2 :][:1]
-    return [
-        PlannedRound(number, shape, length)
-        for number in range(pairs)
-        for shape in SHAPES
-        for length in (fitting if shape.repeats else once if number == 0 else ())
-    ]
-
-
-def table(stacks: Sequence[Stack]) -> str:
-    """One line for each length and stack, then one for each other shape."""
+def table(stacks: Sequence[Stack], bound: float | None = None) -> str:
+    """A line for each shape, length and stack; then a sentence for each, of what is lost, and what they mean."""
     lines = [f"{stack.name}{stack.shown}, model {stack.model}" for stack in stacks]
-    head = f"{'':<6}{'shared tokens':>14}{'second one hits':>17}{'first token cold':>18}{'warm':>10}"
-    lines += ["", f"{head}{'tokens/s cold':>15}{'warm':>8}"]
-    for length in _common(stacks):
-        for stack in stacks:
-            cold, warm = (f"{stack.median(length, which, 'first_token'):.3f} s" for which in (0, 1))
-            hit = "not reported" if (part := stack.hit(length)) is None else f"{part:.0%}"
-            line = f"{stack.name}{stack.shared(length):>14,}{hit:>17}{cold:>18}{warm:>10}"
-            speeds = [stack.median(length, which, "tokens_per_second") for which in (0, 1)]
-            lines.append(line + _columns(speeds, ",.1f"))
-        if len(stacks) > 1:
-            line = f"{'this / other':<37}{_ratio(stacks, length, 0):>16.2f} x{_ratio(stacks, length, 1):>8.2f} x"
-            speeds = [_ratio(stacks, length, which, "tokens_per_second") for which in (0, 1)]
-            lines.append(line + _columns(speeds, ".2f", " x"))
-    lines.append("")
+    head = ("shape", "tokens", "found of shared", "", "first token", "later", "slowest", "tokens/s")
+    form = "{:<8}{:>8}{:>18}{:>6}{:>13}{:>11}{:>11}{:>10}{:>10}"
+    lines += ["", " " * len(stacks[0].name) + form.format(*head, "" if bound is None else f"in {bound:g} s").rstrip()]
+    lost = ["", "lost:"]
+    rows = [(stack, stack.rows()) for stack in stacks]
+    for key in dict.fromkeys(chain.from_iterable(of_stack for _, of_stack in rows)):
+        for stack, row in ((stack, of_stack[key]) for stack, of_stack in rows if key in of_stack):
+            place = key[0], f"{key[1]:,}"
+            found = (f"{row.found:,} of {row.shared:,}", f"{row.part:.0%}") if stack.reported else ("not reported", "")
+            times = ("-" if each is None else f"{each:.3f} s" for each in (row.first, row.warm, row.slowest))
+            speed = "-" if row.speed is None else f"{row.speed:,.1f}"
+            within = "" if bound is None else f"{row.within(bound):.0%}"
+            lines.append(stack.name + form.format(*place, *found, *times, speed, within).rstrip())
+            failed = stack.failed.get(key)
+            told = f"not asked to its end: {failed}" if failed else row.told(stack)
+            lost.append(f"{stack.name}{key[0]:<8}{key[1]:>8,}  {told}")
+    lines += [*lost, ""]
     for stack in stacks:
-        for shape, by_length in stack.rounds.items():
-            for replies in chain.from_iterable(by_length.values()) if shape is not PAIR else ():
-                times = " ".join(f"{reply.first_token:.3f}" for reply in replies)
-                found = " ".join(f"{reply.cached_tokens or 0:,}" for reply in replies) if stack.reported else "?"
-                asked = " ".join(f"{reply.prompt_tokens:,}" for reply in replies)
-                lines.append(f"{stack.name}{shape.told}: found {found} of {asked} tokens, first tokens after {times} s")
+        if bound is not None:
+            part = MinedRow(stack.asked).within(bound)
+            lines.append(f"{stack.name}{part:.0%} of {len(stack.asked)} first tokens came within {bound:g} s")
         lines.append(stack.name + _drafts(stack.drafts))
-    lines += ["", "tokens/s: of one request, output tokens after the first over the time after the first; the median"]
+    lines.append("tokens/s: of all that runs together, output tokens after the first over the time after the first")
     if not all(stack.reported for stack in stacks):
-        lines += ["", "hits are not reported: vLLM does so with --enable-prompt-tokens-details"]
+        lines.append("what is found is not reported: vLLM does so with --enable-prompt-tokens-details")
     return "\n".join(lines)
-
-
-def _common(stacks: Sequence[Stack]) -> list[int]:
-    return sorted(set.intersection(*(set(stack.rounds[PAIR]) for stack in stacks)))
-
-
-def _columns(cold_and_warm: Iterable[float | None], form: str, unit: str = "") -> str:
-    cold, warm = ("-" if figure is None else f"{figure:{form}}{unit}" for figure in cold_and_warm)
-    return f"{cold:>15}{warm:>8}"
 
 
 def _drafts(drafts: Accepted | None) -> str:
@@ -373,72 +422,51 @@ def _drafts(drafts: Accepted | None) -> str:
     return f"drafts: {drafts.per_step:.2f} accepted per step, of {drafts.steps:,} steps"
 
 
-def _ratio(stacks: Sequence[Stack], length: int, which: int, figure: str = "first_token") -> Any:
-    """This over the other, the median over rounds, which share what the machine did; None if none has both figures."""
-    rounds = zip(*(stack.rounds[PAIR][length] for stack in stacks), strict=False)
-    figures = [[getattr(pair[which], figure) for pair in each] for each in rounds]
-    return _median(mine / other if mine and other else None for mine, other in figures)
+def verdict(stack: Stack) -> str:
+    """One sentence."""
+    rows = {key: row for key, row in stack.rows().items() if row.later}
+    if not rows:
+        return "No request was answered that shares anything with an earlier one."
+    parts = {key: row.part for key, row in rows.items()}
+    least = min(parts, key=parts.__getitem__)
+    found = f"finds {statistics.mean(parts.values()):.0%} of what it shares with earlier ones"
+    found += f" ({parts[least]:.0%} of {least[0]!r})" if len(rows) > 1 else ""
+    first, warm = (_median(getattr(row, name) for row in rows.values()) for name in ("first", "warm"))
+    times = f"gets its first token after {warm:.3f} s where the first one did after {first:.3f} s"
+    return (
+        f"A later request {found} and {times}."
+        if stack.reported
+        else f"A later request {times}; hits are not reported."
+    )
 
 
-def verdict(stacks: Sequence[Stack]) -> str:
-    """One sentence. Needs a length that every stack has answered."""
-    length, one = _common(stacks)[-1], stacks[0]
-    if len(stacks) > 1:
-        parts = [stack.hit_overall for stack in stacks]
-        found = ["an unreported part" if part is None else f"{part:.0%}" for part in parts]
-        speed = _ratio(stacks, length, 1, "tokens_per_second")
-        beside = "" if speed is None else f" Its tokens then come {speed:.2f} times as fast."
-        return (
-            f"A second request with the same system prompt finds {found[0]} of it in this stack's cache and {found[1]} "
-            f"in the other's, and its first token takes {_ratio(stacks, length, 1):.2f} times as long as there at "
-            f"{one.shared(length):,} tokens, the first request's {_ratio(stacks, length, 0):.2f} times.{beside}"
-        )
-    cold, warm = (one.median(length, which, "first_token") for which in (0, 1))
-    times = f"its first token comes after {warm:.3f} s where the first request's took {cold:.3f} s"
-    times += f" ({one.shared(length):,} tokens)"
-    if (part := one.hit_overall) is None:
-        shows = warm <= SOONER * cold and cold - warm >= REACH
-        seems = "but time shows that a second request does hit" if shows else "and time shows none"
-        return f"This server does not report hits, {seems}: {times}."
-    is_partial = PARTLY <= part < HITS
-    hits = "hits" if part >= HITS else "hits in part" if is_partial else "does not hit"
-    told = f"{hits}: {part:.0%} of it comes from the cache{', on average over the lengths' if is_partial else ''}"
-    return f"A second request with the same system prompt {told}, and {times}."
+def report(stack: Stack) -> dict[str, Any]:
+    """For machines: times in seconds, lengths in tokens, `drafts` null if not known."""
+    drafts = stack.drafts and {**stack.drafts._asdict(), "accepted_per_step": stack.drafts.per_step}
+    return {
+        **{"url": stack.shown, "model": stack.model, "hits_reported": stack.reported, "drafts": drafts},
+        "requests": [
+            {**each._asdict(), "reply": each.reply._asdict(), "reason": stack.reasons.get(each.reply.explained_as)}
+            for each in stack.asked
+        ],
+        "failed": [[*place, why] for place, why in stack.failed.items()],
+        "verdict": verdict(stack),
+    }
 
 
-def report(stacks: Sequence[Stack]) -> dict[str, Any]:
-    """For machines: every answer without its text; times in seconds, lengths in tokens, `drafts` null if not known."""
-
-    def plain(reply: MinedReply) -> dict[str, Any]:
-        return {**reply._asdict(), "tokens_per_second": reply.tokens_per_second, "text": None}
-
-    def of_stack(stack: Stack) -> dict[str, Any]:
-        drafts, lengths = stack.drafts, stack.rounds[PAIR]
-        return {
-            **{"url": stack.shown, "model": stack.model, "hits_reported": stack.reported},
-            "lengths": {length: {"shared": stack.shared(length), "hit": stack.hit(length)} for length in lengths},
-            "rounds": [
-                {"shape": shape.name, "length": length, "replies": list(map(plain, replies))}
-                for shape, by_length in stack.rounds.items()
-                for length, asked in by_length.items()
-                for replies in asked
-            ],
-            "drafts": None if drafts is None else {**drafts._asdict(), "accepted_per_step": drafts.per_step},
-        }
-
-    return {"verdict": verdict(stacks), "stacks": [of_stack(stack) for stack in stacks]}
-
-
-async def measure(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int, minutes: float) -> bool:
-    """Ask each stack; whether time was enough for all of it. Raises `Unusable`."""
+async def measure(
+    stacks: Sequence[Stack], planned: Sequence[tuple[int, int, SharingShape]], burst: int, minutes: float
+) -> bool:
+    """Ask each stack the rounds, lengths and shapes that fit; whether time was enough for all. Raises `Unusable`."""
     try:
         for stack in stacks:
             await stack.find_model()
-        plan = plan_for(stacks, lengths, pairs)
-        requests = 2 + sum(shape.requests for _, shape, _ in plan)  # beside those of `probe`
-        tokens = SAMPLE_WORDS + sum(shape.requests * length for _, shape, length in plan)
+        room = min((stack.context for stack in stacks if stack.context is not None), default=math.inf)
+        plan = [(number, length, shape) for number, length, shape in planned if length + HEADROOM <= room]
+        if not plan:
+            raise Unusable(f"the context of {room} tokens is too short for such documents: give --tokens")
         for stack in stacks:
-            about = f"{requests} requests with about {tokens:,} prompt tokens, for {minutes:g} minutes at most"
+            about = f"{len(plan)} rounds of requests, each on a new document, for {minutes:g} minutes at most"
             say(f"sends {stack.shown} ({stack.model}) {about}; nothing else should be asked meanwhile")
         complete, drafts = True, list[Accepted | None]()
         try:
@@ -446,14 +474,17 @@ async def measure(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int, m
                 for stack in stacks:
                     await stack.probe()
                 drafts += [await stack.accepted() for stack in stacks]
-                for number, shape, length in plan:
-                    for stack in stacks[::-1] if number % 2 else stacks:  # each goes first every other time
-                        await stack.play(shape, length)
+                for turn, (number, length, shape) in enumerate(plan):
+                    say(f"{shape.name} at {length:,} tokens: {shape.told}")
+                    for stack in stacks[::-1] if turn % 2 else stacks:  # each goes first every other time
+                        try:
+                            await stack.play(number, length, shape, burst)
+                        except Unusable as error:
+                            stack.failed[shape.name, length] = str(error)
+                            say(f"{stack.name}{shape.name} {error}")
         except TimeoutError:
-            if not _common(stacks):
-                raise Unusable(f"{minutes:g} minutes were too short for one pair: give --minutes") from None
             complete = False
-        for stack, before in zip(stacks, drafts, strict=True):
+        for stack, before in zip(stacks, drafts, strict=False):
             after = await stack.accepted()
             if before is not None and after is not None and after.steps >= before.steps:
                 stack.drafts = Accepted(after.steps - before.steps, after.tokens - before.tokens)
@@ -464,37 +495,50 @@ async def measure(stacks: Sequence[Stack], lengths: Sequence[int], pairs: int, m
 
 
 def main(argv: list[str]) -> int:
-    described = "what a stack that runs finds in its cache, and how fast its tokens come"
-    parser = Parser(prog="seamark bench mine", description=described)
+    names = [shape.name for shape in SHAPES]
+    parser = Parser(prog="seamark bench mine", description="what a stack that runs finds in its cache, and how fast")
     parser.add_argument("--base-url", required=True, metavar="URL", help="any OpenAI-compatible server")
     parser.add_argument("--against", metavar="URL", help="another one, asked in turns: with Seamark and without")
     parser.add_argument("--model", help="default: the first of /v1/models")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key; default: OPENAI_API_KEY")
-    parser.add_argument("--quick", action="store_true", help="one length and one pair: a dozen requests")
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="of shared prompts")
-    parser.add_argument("--pairs", type=int, metavar="N", help="of requests for each length")
+    parser.add_argument("--quick", action="store_true", help="three shapes at one length: a dozen requests")
+    parser.add_argument("--shapes", nargs="+", metavar="NAME", choices=names, help=f"of {', '.join(names)}")
+    parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="of documents; default: 2000 6000")
+    parser.add_argument("--burst", type=int, default=BURST, metavar="N", help=f"requests at once; default: {BURST}")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="how often each shape is asked; default: 1")
+    parser.add_argument("--bound", type=float, metavar="SECONDS", help="say how many first tokens come within so many")
     parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="end by then, with what there is")
     parser.add_argument("--json", action="store_true", help="print a report instead of the table")
     args = parser.parse_args(argv)
-    lengths, pairs = (QUICK_LENGTHS, QUICK_PAIRS) if args.quick else (LENGTHS, PAIRS)
-    lengths, pairs = args.lengths or lengths, pairs if args.pairs is None else args.pairs
-    if not (min(lengths) >= SHORTEST and pairs > 0 and args.minutes > 0):  # nor not a number
-        parser.error(f"lengths are at least {SHORTEST} tokens; pairs and minutes are above zero")
+    lengths = args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)
+    if not (min(lengths) >= SHORTEST and 2 <= args.burst <= MOST and args.rounds > 0 and args.minutes > 0):
+        limits = f"--tokens at least {SHORTEST}, --burst 2 to {MOST}, --rounds and --minutes above zero"  # a nan, too
+        parser.error(limits)
     try:
         key = read_secret("api_key_file", args.api_key_file) if args.api_key_file else os.environ.get("OPENAI_API_KEY")
     except SettingsError as error:
         parser.error(str(error))
     asked = {"this": args.base_url, "other": args.against} if args.against else {"": args.base_url}
     stacks = [Stack(url, args.model, key or None, name) for name, url in asked.items()]
+    chosen = args.shapes or names[: QUICK if args.quick else None]
+    shapes = [shape for shape in SHAPES if shape.name in chosen]
+    # For an early end: all shapes at one length before the next.
+    planned = [*product(range(args.rounds), sorted({*lengths}), shapes)]
+    ended, status = "", 0
     try:
-        complete = asyncio.run(measure(stacks, lengths, pairs, args.minutes))
+        if not asyncio.run(measure(stacks, planned, args.burst, args.minutes)):
+            ended = f"ended after {args.minutes:g} minutes, before all was asked: --minutes"
+        status = int(any(stack.failed for stack in stacks))
     except Unusable as error:
-        say(f"seamark bench mine: {error}")
-        return 1
-    if args.json:
-        print(json.dumps(report(stacks), indent=2))
+        ended, status = str(error), 1
+    except KeyboardInterrupt:
+        ended, status = "interrupted before all was asked", 130
+    if all(stack.asked for stack in stacks):
+        verdicts = "\n".join(stack.name + verdict(stack) for stack in stacks)
+        text = f"\n{table(stacks, args.bound)}\n\n{verdicts}"
+        print(json.dumps({"stacks": [*map(report, stacks)]}, indent=2) if args.json else text)
     else:
-        print(f"\n{table(stacks)}\n\n{verdict(stacks)}")
-    if not complete:
-        say(f"ended after {args.minutes:g} minutes, before all was asked: --minutes")
-    return 0
+        ended, status = ended or next(why for stack in stacks for why in stack.failed.values()), status or 1
+    if ended:
+        say(f"seamark bench mine: {ended}")
+    return status

@@ -96,9 +96,9 @@ class _Search:
         key = system_key if layout.alone else layout.key
         self._add(kind, key, self._opener_of(layout.last), layout.last)
         # What nothing tells is to be rendered once.
-        if self._facts is not None and _is_one_text(chat, layout.first):
-            wanted = (each for each in self._boundaries if each.key == system_key and not each.entry)
-            self._unplaced += [Place(system_key, layout.first) for _ in wanted]
+        place = Place(key, layout.last) if self._moved >= 0 else Place(system_key, layout.first)
+        if self._facts is not None and _is_one_text(chat, place.message):
+            self._unplaced += [place for each in self._boundaries if each.key == place.key and not each.entry]
         if (end := layout.end_before_loop) is not None:
             self._add("turn", layout.keys.after[end], None, end + 1)
         if layout.turn_key is not None and self._turn_holds():
@@ -106,6 +106,8 @@ class _Search:
             # A prompt's last token is always computed, so nothing is found behind it.
             self._end = max(end, 1) if end is not None else None
             self._add("turn", layout.turn_key, -self._end if self._end is not None else None, len(chat.messages))
+        elif layout.turn_key is not None and not layout.alone and (entry := self._before_what_moves()) is not None:
+            self._add("turn", layout.keys.after[layout.last - 1], entry, layout.last)
 
     def at_marks(self) -> None:
         """The ends of what a client marked for caching."""
@@ -242,6 +244,15 @@ class _Search:
         if behind and (is_result or not is_told):
             return None  # how often it stands behind this place is not known
         return encode_opener(opener, "last", later + self._texts_hold(opener, index, len(roles)))
+
+    def _before_what_moves(self) -> str | None:
+        """Where the next turn parts from a chat whose last question has the tools or the system prompt in it."""
+        layout = self._layout
+        opener = self._facts.opener("next", tools=self._tools) if self._facts is not None else None
+        if opener is None or layout.last != len(layout.chat.messages) - 1:
+            return None
+        moves = self._texts_hold(opener, 0, layout.first) if self._moved >= 0 else 0
+        return encode_opener(opener, "last", moves + self._texts_hold(opener, layout.last, len(layout.chat.messages)))
 
     def _texts_hold(self, opener: Opener, start: int, end: int) -> int:
         """How often the opener's own text occurs in the texts of messages [start, end).

@@ -17,8 +17,9 @@ from proxy.chat.canonical import canonical, digest, head_of
 GAP = 24  # tokens that may stand between an opener and its text: an id, or the name of a tool
 
 # Before which text: the first user text of a chat that has more behind it; the only text; a later user text that is the
-# chat's last one; a tool's result that is the last text; the same behind another tool's result.
-OpenerPlace = Literal["first", "alone", "user", "tool", "results"]
+# chat's last one; a tool's result that is the last text; the same behind another tool's result. `next`: before what a
+# template writes into a later user message that is the last one, and moves once that is answered.
+OpenerPlace = Literal["first", "alone", "user", "tool", "results", "next"]
 
 # Of the message to answer; `system`: a reminder that an agent puts behind a user's or a tool's message.
 Role = Literal["user", "tool", "system"]

@@ -284,6 +284,7 @@ def _broken(probed: Sequence[RenderedChat]) -> frozenset[Turn]:
 def _openers(probed: Sequence[RenderedChat]) -> dict[tuple[OpenerPlace, bool], str]:
     """Each place's opener. What serves all user texts is preferred: it was seen in most chats."""
     users = [each for each in probed if each.chat.role == "user"]
+    broken = _broken(probed)
     found: dict[tuple[OpenerPlace, bool], str] = {}
     for tools in (False, True):
         own = [each for each in users if bool(each.chat.tools) == tools]
@@ -297,6 +298,10 @@ def _openers(probed: Sequence[RenderedChat]) -> dict[tuple[OpenerPlace, bool], s
         patterns = [found[place, tools] for place in places if (place, tools) in found]
         if best := _best(patterns, _at_first_question(own), most=1, find=str.find):
             found["first", tools] = best
+        moving = [each for each in own if each.chat.place == "user" and each.chat.turn in broken]
+        moving = [each._replace(start=each.kept or 0) for each in moving]
+        if best := _best([_common(moving)], moving):
+            found["next", tools] = best
     loops = [each for each in probed if each.chat.role == "tool"]
     both = _common(loops)
     first = [each for each in loops if each.chat.place == "tool"]

@@ -147,7 +147,8 @@ def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
         return {"learnt": False, "known": [], "unknown": []}
     found: dict[str, object] = {f"end of a {role} turn": facts.end(role) for role in get_args(Role)}
     for place, tools in product(get_args(OpenerPlace), (False, True)):
-        if tools or place not in ("tool", "results"):  # without tools there are none
+        # Without tools there are no results, and in most templates nothing moves.
+        if (tools or place not in ("tool", "results")) and (place != "next" or facts.opener(place, tools)):
             found[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools)
     unknown = [name for name, fact in found.items() if fact is None]
     return {"learnt": True, "known": [name for name in found if name not in unknown], "unknown": unknown}

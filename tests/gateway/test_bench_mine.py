@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,14 +17,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from proxy.bench import mine
-from proxy.bench.mine import PAIR, MinedReply, Stack, verdict
+from proxy.bench.mine import AskedRequest, MinedReply, Stack
+from proxy.bench.shapes import SHAPES, text_of
 from proxy.boundaries.divergence import common_prefix
 from proxy.commands.render_server import free_port
 from tests.harness.recording_worker import serving
 
 TOKEN = b'data: {"choices": [{"index": 0, "delta": {"content": "Tide."}}]}\n\n'
 
-SMALL, REQUESTS = ("--lengths", "50", "200", "--pairs", "2"), 2 + 2 * 4 + 4 + 4
+SMALL, REQUESTS = ("--tokens", "200", "--burst", "3"), 2 + 7 * 3 + 7 + 3 + 4 + 5
 
 
 @dataclass(eq=False)
@@ -32,7 +36,10 @@ class OpenAIServer:
     caches: bool = True
     details: bool = True
     constant: bool = False  # the same prompt_tokens for every prompt
-    header: bool = False  # hits in x-seamark-cached alone
+    explains: bool = False  # as a Seamark gateway does
+    broken_after: int | None = None  # requests
+    refuses: str = ""  # the role or the kind of content of which no chat may have any
+    interrupts_after: int | None = None  # requests
     key: str | None = None
     context: int | None = None
     hang_after: int | None = None  # requests
@@ -58,6 +65,8 @@ class OpenAIServer:
         elif request.url.path == "/metrics":
             self.keys.append(request.headers.get("authorization"))
             answer = Response(self._counters())
+        elif request.url.path.startswith("/seamark/requests/"):
+            answer = JSONResponse({"reason": request.url.path.rpartition("/")[2]})
         elif request.url.path == "/seamark/status" and self.workers:
             answer = JSONResponse({"workers": [{"url": url} for url in self.workers]})
         elif not request.url.path.startswith("/v1/"):
@@ -66,13 +75,17 @@ class OpenAIServer:
             self.requests.append(await request.json())
             if self.hang_after is not None and len(self.requests) > self.hang_after:
                 await receive()  # until the client goes
+            if len(self.requests) == self.interrupts_after:
+                os.kill(os.getpid(), signal.SIGINT)
             answer = self._answer(self.requests[-1])
         await answer(scope, receive, send)
 
     def _answer(self, request: Mapping[str, Any]) -> Response:
         if request["model"] != "tide-7b":
             return JSONResponse({"error": {"message": "no such model"}}, 404)
-        words = " ".join(f"<{entry['role']}> {entry['content']}" for entry in request["messages"]).split()
+        if self.refuses and f'"{self.refuses}"' in json.dumps(request["messages"]):
+            return JSONResponse({"error": {"message": f"no {self.refuses} here"}}, 400)
+        words = text_of(request["messages"]).split()
         cached = max((common_prefix(words, old) for old in self.prompts), default=0)
         cached = cached // self.unit * self.unit if self.caches else 0
         self.prompts.append(words)
@@ -80,8 +93,10 @@ class OpenAIServer:
         usage: dict[str, Any] = {"prompt_tokens": 7 if self.constant else len(words), "completion_tokens": 1}
         if self.details:
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
-        more = {"x-seamark-cached": str(cached)} if self.header else {}
+        more = {"x-seamark-overhead-ms": "1", "x-request-id": "below_unit"} if self.explains else {}
         stream = TOKEN + b"data: %b\n\ndata: [DONE]\n\n" % json.dumps({"choices": [], "usage": usage}).encode()
+        if self.broken_after is not None and len(self.requests) > self.broken_after:
+            stream = b"data: [DONE]\n\n"
         return Response(self.broken or stream, 200, more, "text/event-stream")
 
     def _counters(self) -> str:
@@ -133,49 +148,63 @@ class Ran(NamedTuple):
         return line
 
 
-def test_a_server_that_caches_hits_and_the_plan_is_kept(server, ran):
-    said = ran()
-    assert said.verdict.startswith("A second request with the same system prompt hits: 100% of it")
-    assert "model tide-7b" in said.out and said.out.count("100%") == 3 and said.drafts == "no drafts"
-    first, *lines = said.err.splitlines()
-    assert f"{REQUESTS} requests with about 2,900 prompt tokens" in first and len(server.requests) == REQUESTS
-    assert 2900 <= sum(len(prompt) for prompt in server.prompts) <= 1.5 * 2900
-    told = re.compile(r" *(.+): [\d,]+ of [\d,]+ tokens found, first token after [\d.]+ s")
-    found = [told.fullmatch(line)[1] for line in lines]
-    shapes = ("pair at 50 tokens", "pair at 200 tokens", "fan-out at 200 tokens", "conversation at 200 tokens")
-    assert Counter(found) == {"a short prompt": 2, **dict.fromkeys(shapes, 4)}
-    systems = [request["messages"][0]["content"] for request in server.requests]
-    assert [systems.count(one) for one in dict.fromkeys(systems)] == [1, 1, 2, 2, 4, 4, 2, 2]  # every prefix is new
+NAMES = [shape.name for shape in SHAPES]
+
+
+def losses(said: Ran) -> list[tuple[str, str]]:
+    """What is said of each shape, by its name."""
+    return re.findall(r"^(?:this |other)? *([a-z]+) +[\d,]+  (.+)$", said.out.partition("lost:")[2], re.M)
+
+
+def test_all_that_is_shared_is_found_in_a_cache_that_keeps_all_and_every_document_is_new(server, ran):
+    said = ran("--bound", "60")
+    assert "model tide-7b" in said.out and said.drafts == "no drafts" and len(server.requests) == REQUESTS
+    assert said.verdict.startswith("A later request finds 100% of what it shares with earlier ones (")
+    assert [name for name, _ in losses(said)] == NAMES and "tokens that" not in said.out
+    assert f"100% of {REQUESTS - 2} first tokens came within 60 s" in said.out
+    shown = re.findall(r"^([a-z]+): [\d,]+ tokens, ([\d,]+) found, first token after [\d.]+ s$", said.err, re.M)
+    assert [*Counter(name for name, _ in shown)] == NAMES and len(shown) == REQUESTS - 2
+    new = Counter(name for name, found in shown if int(found) < 10)
+    assert new == {**dict.fromkeys(NAMES, 1), "busy": 4}
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "told"),
     [
-        ({"caches": False}, "does not hit: 0% of it"),
-        ({"unit": 128}, "hits in part"),  # blocks longer than a prompt
-        ({"details": False, "header": True}, "hits: 100% of it"),
-        ({"details": False}, "This server does not report hits, "),
-        ({"loading": 3}, "hits: 100% of it"),
+        ({"caches": False}, {"user": "shares: nothing is kept of it", "cold": "does not wait for the one"}),
+        (
+            {"unit": 80},
+            {"system": "hits end at multiples of 80 tokens", "grows": "tokens that request 2 shares: hits end"},
+        ),
+        ({"caches": False, "explains": True}, {"repeat": "nothing is kept of it (below_unit)"}),
+        ({"details": False}, {"user": "not reported; first tokens come"}),
+        ({"refuses": "text"}, {"part": "not asked to its end: URL answers 400: no text here", "fork": "nothing"}),
+        ({"loading": 3}, dict.fromkeys(NAMES, "")),
     ],
     ids=str,
 )
-def test_a_verdict_is_what_the_server_told_of_its_cache(server, ran, monkeypatch, change, said):
+def test_what_is_lost_is_said_with_its_cause(server, url, ran, monkeypatch, change, told):
     monkeypatch.setattr(mine, "ASK_AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(mine, "REACH", 60.0)  # how fast this machine is does not matter
     vars(server).update(change)
     done = ran()
-    assert done.status == 0 and said in done.verdict and server.loading == 0
+    assert done.status == ("refuses" in change) and server.loading == 0
+    said = {name: said.replace(url, "URL") for name, said in losses(done)}
+    assert {name: said[name] for name in told if told[name] not in said[name]} == {}
     assert ("has no model yet; waiting" in done.err) == ("loading" in change)
     unknown = change == {"details": False}
-    assert ("--enable-prompt-tokens-details" in done.out and done.out.count("not reported") == 3) == unknown
+    assert ("--enable-prompt-tokens-details" in done.out and "hits are not reported." in done.verdict) == unknown
 
 
-def test_the_lengths_asked_for_are_met_by_the_servers_own_count(ran):
-    (stack,) = json.loads(ran("--json").out)["stacks"]
-    shared = {name: entry["shared"] for name, entry in stack["lengths"].items()}
-    assert shared == {"50": pytest.approx(50, abs=3), "200": pytest.approx(200, abs=3)}
-    (conversation,) = (each["replies"] for each in stack["rounds"] if each["shape"] == "conversation")
-    turns = [turn["prompt_tokens"] for turn in conversation]
-    assert turns == sorted(turns) and conversation[-1]["cached_tokens"] >= turns[-2]
+def test_lengths_are_met_by_the_servers_own_count_and_turns_hold_the_servers_answers(ran):
+    (stack,) = json.loads(ran("--json", "--tokens", "100", "200").out)["stacks"]
+    asked = {(each["shape"], each["length"], each["number"]): each for each in stack["requests"]}
+    shared = {length: asked["system", length, 2]["shared"] for length in (100, 200)}
+    assert shared == {100: pytest.approx(100, abs=3), 200: pytest.approx(200, abs=3)} and not stack["failed"]
+    replies = [asked["turns", 200, number]["reply"] for number in (1, 2, 3)]
+    assert all(later["cached_tokens"] == before["prompt_tokens"] for before, later in pairwise(replies))
+    forks = [asked["fork", 200, number]["reply"]["cached_tokens"] for number in (4, 5)]
+    assert min(forks) >= asked["fork", 200, 2]["reply"]["prompt_tokens"]
 
 
 def test_two_stacks_are_asked_in_turns_and_side_by_side(server, ran):
@@ -183,11 +212,12 @@ def test_two_stacks_are_asked_in_turns_and_side_by_side(server, ran):
     server.order = other.order = order = []
     with serving(other) as other_url:
         said = ran("--against", other_url)
-    assert "finds 100% of it in this stack's cache and 0% in the other's" in said.verdict
-    assert said.out.count("this / other") == 2
-    # Both sides of a pair, one after the other: each goes first in every other round.
-    assert order[4:12] == [server, server, other, other] * 2
-    assert order[-8:] == [other, other, server, server] * 2
+    this, that = said.out.strip().splitlines()[-2:]
+    assert this.startswith("this  A later request finds 100% of") and that.startswith(
+        "other A later request finds 0% of"
+    )
+    assert [name for name, _ in losses(said)] == [name for name in NAMES for _ in range(2)]
+    assert order[4:13] == [server] * 3 + [other] * 6  # each goes first every other time
     assert not {tuple(prompt) for prompt in server.prompts[2:]} & {tuple(prompt) for prompt in other.prompts[2:]}
 
 
@@ -235,20 +265,26 @@ def test_a_key_comes_from_a_file_or_from_the_environment(server, ran, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("answered", "minutes", "status", "said"),
-    [(2 + 2 * 2, "0.1", 0, "ended after 0.1 minutes"), (2, "0.02", 1, "too short for one pair")],
-    ids=["after a pair of each length", "before a pair"],
+    ("change", "minutes", "status", "said"),
+    [
+        ({"hang_after": 2 + 4}, "0.1", 0, "ended after 0.1 minutes"),
+        ({"hang_after": 2}, "0.02", 1, "ended after 0.02 minutes"),
+        ({"interrupts_after": 2 + 5}, "10", 130, "interrupted before all was asked"),
+        ({"broken_after": 2 + 4}, "10", 1, "streams no token"),
+    ],
+    ids=str,
 )
-def test_time_that_runs_out_leaves_what_there_is(server, ran, answered, minutes, status, said):
-    server.hang_after = answered
+def test_an_early_end_leaves_what_there_is(server, ran, change, minutes, status, said):
+    vars(server).update(change)
     done = ran("--minutes", minutes)
-    assert done.status == status and said in done.err and ("hits: 100%" in done.verdict) == (status == 0)
+    assert done.status == status and said in done.err
+    assert ("A later request finds 100%" in done.out) == (change != {"hang_after": 2})
 
 
-def test_a_quick_look_is_a_dozen_requests_of_every_shape_at_a_length_that_fits_the_context(server, ran):
+def test_a_quick_look_is_a_dozen_requests_of_three_shapes_at_lengths_that_fit_the_context(server, ran):
     server.context = 4096
-    said = ran("--quick", "--lengths", "2000", "6000", short=False)
-    assert "hits: 100%" in said.verdict and len(server.requests) == 12
+    said = ran("--quick", "--tokens", "2000", "6000", short=False)
+    assert [name for name, _ in losses(said)] == NAMES[:3] and len(server.requests) == 2 + 9
 
 
 def test_accepted_drafts_are_those_of_this_run_and_unknown_where_counters_are_hidden(server, ran):
@@ -271,40 +307,55 @@ def test_a_gateways_workers_count_drafts_and_get_no_key_of_its_own(server, url, 
     assert gateway.keys == ["Bearer right"] * 2 and server.keys == [None] * 2
 
 
-def pair(cold: float, warm: float, cached: int | None = None, tokens: int = 1, last: float = 0.0) -> mine.Round:
-    first = MinedReply(1010, cached and 0, cold, "", tokens, cold + 1)
-    return first, MinedReply(1010, cached, warm, "", tokens, last)
+def asked(number: int, shared: int, found: int | None, first: float, wave: int, **more: Any) -> AskedRequest:
+    reply = MinedReply(2000, found, first, "", 31, first + 1.0)
+    return AskedRequest(
+        **{"shape": "user", "length": 2000, "round": 0, "sent": 0.0, **more},
+        number=number,
+        wave=wave,
+        shared=shared,
+        reply=reply,
+    )
 
 
-def measured(pairs: list[mine.Round], name: str = "") -> Stack:
-    """A stack that has answered these."""
-    stack = Stack("http://a", "tide-7b", None, name)
-    stack.bare, stack.rounds[PAIR], stack.reported = 10, {1000: pairs}, pairs[0][1].cached_tokens is not None
-    return stack
+COLD = asked(1, 0, 0, 2.0, 0)
 
 
 @pytest.mark.parametrize(
-    ("pairs", "said"),
+    ("later", "told"),
     [
-        ([pair(1.0, 0.3)], ["does hit"]),  # without reports time tells
-        ([pair(1.0, 0.9)], ["time shows none"]),
-        ([pair(0.010, 0.005)], ["time shows none"]),  # both are over before one could tell
-        ([pair(1.1, 0.2, 990), pair(1.0, 1.0, 0)], ["99% of it", " 0% in", "0.20 times", "the first request's 1.10"]),
+        ([asked(2, 1900, 1890, 0.5, 1)], "nothing"),
+        ([asked(2, 1900, 1890, 5.0, 1)], "time: a first token takes 5.000 s"),
+        ([asked(2, 1900, 0, 2.0, 1), asked(3, 1900, 1890, 0.5, 2)], "is kept only once the second has shown it"),
+        (
+            [asked(2, 1900, 500, 2.0, 1), asked(3, 1900, 500, 2.0, 2)],
+            "1,400 of the 1,900 tokens that request 2 shares: nothing is kept nearer",
+        ),
+        ([asked(2, 1900, 0, 2.0, 0)], "it does not wait for the one beside it"),
+        ([asked(2, 1900, 1890, 0.5, 1), asked(3, 0, 0, 9.0, 1)], "nothing; a new request beside it waits 9.000 s"),
+        ([asked(2, 1900, None, 0.5, 1)], "not reported; first tokens come sooner later"),
+        ([asked(2, 1900, None, 1.9, 1)], "not reported; first tokens come no sooner later"),
+        ([], "nothing was asked that could be found"),
     ],
-    ids=["hits", "none", "too soon", "two"],
 )
-def test_a_verdict_is_read_off_reports_or_times(pairs, said):
-    words = verdict([measured([each]) for each in pairs])
-    assert all(each in words for each in said)
+def test_a_loss_is_told_by_what_was_found_and_when_first_tokens_came(later, told):
+    stack = Stack("http://a", "tide-7b", None)
+    stack.asked, stack.reported = [COLD, *later], not any(each.reply.cached_tokens is None for each in later)
+    (row,) = stack.rows().values()
+    assert told in row.told(stack)
+    assert row.within(2.0) == sum(each.reply.first_token <= 2.0 for each in stack.asked) / len(stack.asked)
 
 
-def test_speeds_leave_the_first_token_out_and_stand_beside_first_tokens_and_in_the_verdict():
-    # Held back and sent at once, tokens have no speed.
-    assert MinedReply(1010, 990, 2.0, "", 31, 2.001).tokens_per_second is None
-    three = [[pair(1.0, 0.5, 990, tokens, last) for last in (1.0, 1.5, 9.0)] for tokens in (41, 21)]
-    stacks = [measured(three[0], "this"), measured(three[1], "other")]
-    lines = mine.table(stacks).splitlines()
-    rows = [line.split()[-2:] for line in lines if line.startswith(("this  ", "other  "))]
-    assert [row for row in rows if row[0][0].isdigit()] == [["40.0", "40.0"], ["20.0", "20.0"]]
-    assert next(line for line in lines if line.startswith("this / other")).endswith("2.00 x  2.00 x")
-    assert verdict(stacks).endswith("Its tokens then come 2.00 times as fast.")
+@pytest.mark.parametrize(
+    ("waits", "speed"),
+    [((0.0, 0.0), 60.0), ((0.0, 1.0), 30.0), ((0.0, 3.0), 15.0)],
+    ids=["together", "in turn", "apart"],
+)
+def test_the_speed_of_what_runs_together_is_that_of_all_of_it(waits, speed):
+    stack = Stack("http://a", "tide-7b", None)
+    stack.asked = [asked(number, 0, 0, 2.0 + wait, 0) for number, wait in enumerate(waits, 1)]
+    (row,) = stack.rows().values()
+    assert row.speed == speed
+    held_back = AskedRequest("user", 2000, 1, 0, 1, 0, 0.0, MinedReply(2000, 0, 2.0, "", 31, 2.001))
+    stack.asked = [held_back]
+    assert stack.rows()["user", 2000].speed is None

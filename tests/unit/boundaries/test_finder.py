@@ -124,6 +124,12 @@ IN_LOOP = [*LOOP[:2], {**LOOP[2], **EPHEMERAL}, LOOP[3], assistant("And the wind
 # Of a template that writes tools into the last user message.
 MOVED = TemplateFacts({"user": 5}, broken=frozenset({Turn("user", later=False, system=False, tools=True)}))
 
+TOLD = TemplateFacts(
+    {"user": 5},
+    {("next", True): Opener((8,), "</s>")},
+    frozenset(Turn("user", later, system=False, tools=True) for later in (False, True)),
+)
+
 PER_USER = TemplateFacts(FACTS.ends, {("user", True): Opener((14,), "<user>", per_user=True)})
 
 CHATS: dict[str, tuple[Any, ...]] = {
@@ -143,6 +149,7 @@ CHATS: dict[str, tuple[Any, ...]] = {
     "facts of nothing": (CHAT, {}, TemplateFacts()),
     "no facts": (CHAT, {}, None),
     "tools that move": ([{**user("Tide?"), **EPHEMERAL}, *CHAT[2:]], {"tools": TOOLS}, MOVED),
+    "tools that move, told where": ([user("Tide?</s>"), CHAT[2], user("And?</s>")], {"tools": TOOLS}, TOLD),
     **{f"no chat, {odd}": (odd,) for odd in ([7], [{}], [SYSTEM], [assistant("only me")])},
     # a message without a text has its place all the same
     **{

@@ -31,7 +31,7 @@ from proxy.boundaries.facts_learner import (
     FactsLearner,
 )
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.positions import PositionCache
+from proxy.boundaries.positions import HeadPositions, PositionCache
 from proxy.boundaries.renderer import RenderFailed
 from proxy.boundaries.template_facts import (
     DEFAULT,
@@ -190,6 +190,51 @@ async def test_an_opener_leads_to_the_place_or_just_before_it_and_its_first_to_w
         true = min(common_prefix(prompt, renders.render(chat("alone", text, with_tools))) for text in TEXTS)
         assert opener is not None
         assert true - resolve([encode_opener(opener, "first")], prompt)[0] in (0, 1)
+
+
+SYSTEM = system("You pilot ships into the harbour. Answer briefly, and name the tide. " * 6)
+HISTORY = [SYSTEM, user("First?"), assistant("One, and that is all."), user("Second?"), assistant("Two.")]
+THOUGHT = {**HISTORY[2], "reasoning_content": "They ask for the tide, so a table will do. " * 3}
+LOOP = [SYSTEM, user("Look up the tide."), calls("abcdef123"), result("abcdef123", "high at nine")]
+EDITED = [*LOOP[:2], {**LOOP[2], "content": "Let me ask."}, result("abcdef123", "low")]
+NEXT = [assistant("At nine."), user("Where?")]
+
+# One request and the next, with tools or without.
+FOLLOWING: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]], bool]] = {
+    "another question": ([SYSTEM, user("When?")], [SYSTEM, user("and the wind?")], False),
+    "another question, tools": ([SYSTEM, user("When?")], [SYSTEM, user("and the wind?")], True),
+    "a fork": ([*HISTORY, user("When?")], [*HISTORY, user("and the wind?")], False),
+    "a turn": ([*HISTORY, user("When?")], [*HISTORY, user("When?"), *NEXT], False),
+    "a turn, tools": ([*HISTORY, user("When?")], [*HISTORY, user("When?"), *NEXT], True),
+    "a thought dropped": ([SYSTEM, user("First?"), THOUGHT, *HISTORY[3:4]], [*HISTORY[:4], *NEXT], False),
+    "another result": (LOOP, [*LOOP[:3], result("abcdef123", "low")], True),
+    "a loop that goes on": (LOOP, [*LOOP, calls("bcdefg234"), result("bcdefg234", "low")], True),
+    "a loop that is over": (LOOP, [*LOOP, *NEXT], True),
+    "a call edited": (LOOP, EDITED, True),
+}
+
+# What only rendering tells, from the third request on: by template.
+UNTOLD = {
+    "system-in-last-user": {"another question", "another question, tools", "a fork", "a call edited"},
+    "tools-in-first-user": {"another question, tools", "a call edited"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+async def test_what_the_next_request_shares_has_a_boundary_near_its_end(name):
+    renders = TemplateRenderer(TEMPLATES[name])
+    facts, far, later = await learnt(renders), set(), set()
+    for case, (one, other, with_tools) in FOLLOWING.items():
+        body, following = ({"messages": each, **(TOOLS if with_tools else {})} for each in (one, other))
+        prompt, positions = renders.render(body), PositionCache(10**6)
+        shared, heads = common_prefix(prompt, renders.render(following)), HeadPositions(positions)
+        for missed in (far, set(), later):
+            found = BoundaryFinder(positions).find(chat_request(body), facts, ID)
+            reached = max((each for each in resolve(found.entries(), prompt) if each <= shared), default=0)
+            missed |= {case} if shared - reached > (shared // 2 if case == "a call edited" else GAP) else set()
+            heads.learn(found, renders)
+            await (heads._worker or asyncio.sleep(0))
+    assert far == UNTOLD.get(name, set()) and later <= {"a call edited"}
 
 
 # Templates of a few characters, each a token.
