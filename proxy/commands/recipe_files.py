@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from proxy.commands import recipe as reading
 from proxy.commands import recipe_unit as systemd
 from proxy.commands.outlook import DROPPED
-from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of
+from proxy.commands.recipe import EVERYWHERE, STARTS, Recipe, RecipeKind, environment_of, starts_vllm
 from proxy.commands.recipe_compose import ComposeService, as_words
 from proxy.commands.recipe_text import Tagged, as_lines
 from proxy.commands.recipe_unit import Unit
@@ -116,7 +115,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     project: ComposeService = recipe.document
     image = _image_of(recipe, places)
     service: dict[str, Any] = {"image": image, **_command_of_service(recipe), "labels": {LABEL: image}}
-    if not project.is_published:
+    if not recipe.is_published:
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
     if "pull_policy" in project.fields:
         service["pull_policy"] = "never"
@@ -141,12 +140,12 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
     given = {name: recipe.document.fields.get(name) for name in ("entrypoint", "command")}
     for name, each in given.items():
         words = as_words(each)
-        if any(map(reading.serves, words)):
-            words = [with_flags(word, recipe) if reading.serves(word) else word for word in words]
+        if any(map(starts_vllm, words)):
+            words = [with_flags(word, recipe) if starts_vllm(word) else word for word in words]
             return {name: words} if given["entrypoint"] else {"entrypoint": words[:1], "command": words[1:]}
     texts = [each if isinstance(each, str) else shlex.join(as_words(each)) for each in given.values() if each]
     whole = f" {' '.join(texts)} "
-    found = reading.SERVE.search(whole) or re.match(r"\s+serve(?=\s)", whole)
+    found = STARTS.search(whole) or re.match(r"\s+serve(?=\s)", whole)
     text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
     if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
         raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")

@@ -28,13 +28,15 @@ _ELSEWHERE = re.compile(
 )
 
 # Of `docker run`, those without a value; letters can stand together. All others take the next word.
+_LETTERS = "ditPq"
 _SWITCHES = re.compile(
     "--(rm|init|detach|interactive|tty|privileged|read-only|publish-all|quiet|oom-kill-disable|no-healthcheck|sig-proxy"
-    "|disable-content-trust|use-api-socket|replace|rmi|env-host|no-hosts|no-hostname|unsetenv-all)|.*=.*",
-    re.S,
+    f"|disable-content-trust|use-api-socket|replace|rmi|env-host|no-hosts|no-hostname|unsetenv-all)|-[{_LETTERS}]?"
 )
-_LETTERS = "ditPq"
-_SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
+_SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])=?(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
+
+# What starts something else in a container than the image's own entrypoint does.
+_PROGRAM = re.compile(r"(?:^|/)(?:(?:ba|da|z|k|a)?sh|python[\d.]*)$|\.(?:sh|py)$")
 
 _IMAGE = re.compile(r"vllm|\$.*(?:image|img|container)|[^/]:[\w.-]+$|@sha256:", re.I)
 _NAMED = re.compile(r"\$\{?([A-Za-z_]\w*)")
@@ -72,6 +74,7 @@ class Start(NamedTuple):
 class DockerRun(NamedTuple):
     start: Start
     options: Sequence[Word]
+    values: Sequence[tuple[str, str]]  # of options, by their names
     image: Word
     arguments: Sequence[Word]  # behind the image
     serve: Start  # of vLLM in the container
@@ -87,7 +90,7 @@ class DockerRun(NamedTuple):
 
     def given(self, *names: str) -> list[str]:
         """What is given for an option."""
-        return [*options_of([word.value for word in self.options], names)]
+        return [value for name, value in self.values if name in names]
 
 
 def start_of(text: str, known: Mapping[str, str], source: str) -> Start | DockerRun:
@@ -143,7 +146,8 @@ def _starts(script: Script, outer: ShellCommand | None = None, python: str = "py
             own = _python(values[:behind], python)
             yield Start(command.words, behind, outer or command, outer is not None, variables, own, script)
         for number in [] if behind else _scripts_in(values):
-            inner = script.within(command.words[number], {**(script.known or {}), **variables})
+            word, *given = command.words[number:]
+            inner = script.within(word, {**(script.known or {}), **variables}, given)
             yield from _starts(inner, outer or command, python)
 
 
@@ -198,25 +202,27 @@ def _is_of_vllm(start: Start) -> bool:
 
 def _docker_run(start: Start) -> DockerRun:
     words, at, hiding, source = start.words, 0, "", start.script.source
+    given: list[tuple[str, str]] = []
     while at < len(words):
-        option = words[at].value
+        option, following = words[at].value, [word.value for word in words[at + 1 : at + 2]]
         if words[at].several and not _IMAGE.search(option):
             hiding = hiding or option
-            at += 1
         elif not option.startswith("-"):
             break
         else:
-            has_value = (
-                not _SWITCHES.fullmatch(option) if option.startswith("--") else len(option[1:].lstrip(_LETTERS)) == 1
-            )
-            at += 1 + has_value  # the next word
+            short = _SHORT.fullmatch(option)
+            name, is_set, value = (f"-{short[1]}", short[2], short[2]) if short else option.partition("=")
+            takes_next = not is_set and not _SWITCHES.fullmatch(name)
+            given.append((name, "".join(following) if takes_next else value))
+            at += takes_next
+        at += 1
     options, left = words[:at], words[at + 1 :]
     if hiding and not (words[at:] and (_IMAGE.search(words[at].value) or behind_serve([word.value for word in left]))):
         cure = "write it as a word of its own: docker run ... vllm/vllm-openai:v0.33.0 ..."
         raise SettingsError(f"{source}: the image may be in {hiding}, which is not seen here; {cure}")
     if at >= len(words):
         raise SettingsError(f"{source}: `docker run` names no image; a comment between its lines would end it")
-    return _served(DockerRun(start, options, words[at], left, start, is_shell=False))
+    return _served(DockerRun(start, options, given, words[at], left, start, is_shell=False))
 
 
 def _served(run: DockerRun) -> DockerRun:
@@ -225,15 +231,15 @@ def _served(run: DockerRun) -> DockerRun:
     entrypoint = ["", *run.given("--entrypoint")][-1]
     for number in _scripts_in([entrypoint, *values]):
         told = dict(each.partition("=")[::2] for each in run.given("-e", "--env") if "=" in each)
-        starts = [*_starts(script.within(words[number - 1], told), run.start.outer)]
+        starts = [*_starts(script.within(words[number - 1], told, words[number:]), run.start.outer)]
         return run._replace(serve=_the_one(starts, values[number - 1], script.source), is_shell=True)
     skipped = behind_serve(values, entrypoint) or int(values[:1] == ["serve"] and not entrypoint)
-    name = Path(entrypoint or "".join(values[:1])).name
+    program = entrypoint or "".join(values[:1])
     if "engine_patches" in values:
         raise SettingsError(f"{script.source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
-    if not skipped and (entrypoint or name in _SHELLS or name.startswith("python") or not values):
-        what = f"what {name} starts is not seen here" if name else "nothing says which model vLLM serves"
-        raise SettingsError(f"{script.source}: {what}; write `vllm serve MODEL` and its flags behind the image")
+    if not skipped and (entrypoint or _PROGRAM.search(program) or not values):
+        what = f"what {program} starts is not seen here" if program else "nothing says which model vLLM serves"
+        raise SettingsError(f"{script.source}: {what}; write `vllm serve MODEL` and its flags")
     return run._replace(serve=_with_a_model(run.start._replace(command=words, behind=skipped)))
 
 
@@ -249,7 +255,8 @@ def _with_a_model(start: Start) -> Start:
     if named and not last:
         raise SettingsError(f"{source}: the model is empty as it is read here; {how_to_say('', source)}")
     if last:
-        hiding = next((each for each in named[0].unseen if each.rpartition("/")[2] in last), "")
+        own = last if "$" in last else ""  # which nobody fills in
+        hiding = next((each for each in named[0].unseen if each.rpartition("/")[2] in last), own)
     else:
         hiding = next((each for word in words if word.several for each in word.unseen), "")
     if hiding:
@@ -268,14 +275,3 @@ def how_to_say(unseen: str, source: str, own: Container[str] = ()) -> str:
     if name and source == "the command":
         return f"write it out, or set it before: export {name[1]}=..."
     return "write it out in a copy, as a default (${1:-VALUE}) or a word, and give that to seamark setup"
-
-
-def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """What `docker run` is given for an option."""
-    for number, value in enumerate(values):
-        if short := _SHORT.fullmatch(value):
-            name, equals, behind = f"-{short[1]}", short[2], short[2].removeprefix("=")
-        else:
-            name, equals, behind = value.partition("=")
-        if name in names:
-            yield behind if equals else "".join(values[number + 1 : number + 2])

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
-from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name, may_publish
+from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
 from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
 from proxy.commands.shell import Script, ShellCommand, Word
 from proxy.errors import SettingsError
@@ -92,7 +92,7 @@ def with_image(
     run = start_of(text, known, recipe.source)
     assert isinstance(run, DockerRun)  # noqa: S101  # as its recipe says
     edits = Edits(text, recipe.source)
-    options = [*options, *([] if may_publish(run) else [f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"])]
+    options = [*options, *([] if recipe.is_published else [f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"])]
     edits.cut_flags(run.options, ("--pull",))
     if run.is_shell:
         _give(edits, run.serve, recipe)

@@ -71,9 +71,11 @@ class Script:
         """What is set so far."""
         return {name: words[0].value for name, words in self.names.items() if words and name != "@"}
 
-    def within(self, word: Word, known: Mapping[str, str]) -> Script:
-        """The script that a word holds, for another shell."""
-        return Script(word.value, None if self.known is None else known, self.source, word.at, self._level + 1)
+    def within(self, word: Word, known: Mapping[str, str], given: Sequence[Word]) -> Script:
+        """The script that a word holds, for another shell. `given`: behind it, its name and its arguments."""
+        script = Script(word.value, None if self.known is None else known, self.source, word.at, self._level + 1)
+        script.names["@"] = given[1:]
+        return script
 
     def commands(self, close: str = "") -> Iterator[ShellCommand]:
         """In their order, with those of substitutions before. Raises `SettingsError` for what is not closed."""

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, published
+from proxy.commands.recipe_compose import as_port
 from proxy.commands.recipe_reader import read_recipe
 from proxy.errors import SettingsError
 
@@ -162,7 +163,7 @@ def test_what_is_no_file_no_command_and_no_container_is_refused(tmp_path):
     ],
 )
 def test_a_port_leads_to_that_of_vllm_or_counts_for_nothing(port, listens):
-    assert published(port, 8001) == listens
+    assert published(as_port(port), 8001) == listens
 
 
 def contained(config: Mapping[str, Any] | None = None, **host: Any) -> Recipe:
