@@ -36,7 +36,7 @@ NOT_SERVED = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCa
 # Fields of drafts with which their number is not fixed.
 VARYING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
 
-CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
+NO_CACHING = "--no-enable-prefix-caching"
 DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
 
 # Flags that went, and that nothing has to stand for: they are taken away. Those in `SWITCHES` have no value.

@@ -64,14 +64,15 @@ def of_compose_line(given: str) -> Recipe:
 
 def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Sequence[str] = ()) -> Recipe:
     """`wanted`: services, or else all of them. `options`: of `docker compose`, but for its files."""
-    project = read_project(paths)
-    source = " and ".join(map(str, project.paths))
-    filled = {name: fill(_of_interest(each), project.known, source) for name, each in project.services.items()}
+    known = {**env_file(paths[0].with_name(".env"), os.environ), **os.environ}
+    paths = paths if len(paths) > 1 else _found_with(paths[0], known)
+    services, source = _services(paths), " and ".join(map(str, paths))
+    filled = {name: fill(_of_interest(each), known, source) for name, each in services.items()}
     asked = [name for name in filled if name in wanted]
     found = asked if len(asked) == 1 else [name for name in asked or filled if _runs_vllm(name, filled[name])]
     if len(found) > 1 and not asked:  # a plain `up` starts those without a profile
-        found = [name for name in found if not project.services[name].get("profiles")] or found
-    command = ["docker", "compose", *options, *(word for path in project.paths for word in ("-f", str(path.resolve())))]
+        found = [name for name in found if not services[name].get("profiles")] or found
+    command = ["docker", "compose", *options, *(word for path in paths for word in ("-f", str(path.resolve())))]
     if len(found) != 1:
         some = f"{', '.join(found[:5])}{', ...' if found[5:] else ''}"
         several = f"{len(found)} services with vLLM ({some})" if found else "no service that runs vLLM"
@@ -84,7 +85,7 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     environment: dict[str, str] = {}
     for each in field_of(service, "env_file", list, where):
         named = str(each.get("path") if isinstance(each, dict) else each)
-        environment |= env_file(project.paths[0].parent / named, project.known)
+        environment |= env_file(paths[0].parent / named, known)
     environment |= environment_of(field_of(service, "environment", dict, where))
     environment = {each: UNSET.sub("", value) for each, value in environment.items()}  # empty there, as Compose has it
     options = [f"--env={each}={value}" for each, value in environment.items()]
@@ -95,14 +96,13 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     deciding = [image, recipe.model, *map(recipe.value, ("--port", "--host"))]
     deciding += [*([] if recipe.is_published else ports), *(each for each in recipe.arguments if each.startswith("{"))]
     if unset := dict.fromkeys(UNSET.findall("\n".join(deciding))):
-        line = " ".join([*(f"{each}=..." for each in unset), "seamark setup", shlex.quote(str(project.paths[0]))])
+        line = " ".join([*(f"{each}=..." for each in unset), "seamark setup", shlex.quote(str(paths[0]))])
         raise SettingsError(f"{source}: what runs depends on {', '.join(unset)}, which is not set here; set it: {line}")
-    notes = [
-        f"{each} is not set here, and what is in it not seen" for each in dict.fromkeys(UNSET.findall(recipe.text))
-    ]
-    notes += [f"{path} is merged in, as Compose does" for path in project.paths[1:]]
-    recipe = replace(recipe, kind=RecipeKind.COMPOSE, source=str(project.paths[0]), text="")
-    return replace(recipe, notes=[*notes, *recipe.notes], document=ComposeService(command, project.services[name]))
+    unset = dict.fromkeys(UNSET.findall(recipe.text))
+    notes = [f"{each} is not set here, and what is in it not seen" for each in unset]
+    notes += [f"{path} is merged in, as Compose does" for path in paths[1:]]
+    recipe = replace(recipe, kind=RecipeKind.COMPOSE, source=str(paths[0]), text="")
+    return replace(recipe, notes=[*notes, *recipe.notes], document=ComposeService(command, services[name]))
 
 
 def _of_interest(service: Any) -> dict[str, Any]:
@@ -126,18 +126,8 @@ def as_words(given: Any) -> list[str]:
         raise SettingsError(f"a quote in the command `{str(given)[:64]}` is not closed") from None
 
 
-class Project(NamedTuple):
-    """What several files say together."""
-
-    paths: Sequence[Path]
-    known: Mapping[str, str]  # variables
-    services: Mapping[str, Any]
-
-
-def read_project(paths: Sequence[Path]) -> Project:
-    """Of one file, or of those of several `-f`. Raises `SettingsError`."""
-    known = {**env_file(paths[0].with_name(".env"), os.environ), **os.environ}
-    paths = paths if len(paths) > 1 else _found_with(paths[0], known)
+def _services(paths: Sequence[Path]) -> dict[str, Any]:
+    """Of all files together. Raises `SettingsError`."""
     services: dict[str, Any] = {}
     for path in paths:
         for document in read_yaml(read_text(path), str(path), TextLoader):
@@ -145,7 +135,7 @@ def read_project(paths: Sequence[Path]) -> Project:
             if "include" in document or any("extends" in each for each in own.values() if each):
                 raise SettingsError(f"{path}: `include:` and `extends:` are not read; {_CURE}")
             services = _merged(services, {str(name): _canonical(each) for name, each in own.items()})
-    return Project(paths, known, services)
+    return services
 
 
 def fill(value: Any, known: Mapping[str, str], source: str) -> Any:
@@ -167,7 +157,7 @@ def fill(value: Any, known: Mapping[str, str], source: str) -> Any:
         return {name: fill(inner, known, source) for name, inner in value.items()}
     if isinstance(value, list):
         return [fill(inner, known, source) for inner in value]
-    return fill_pattern(_VARIABLE, of, [value], source)[0] if isinstance(value, str) else value
+    return fill_pattern(_VARIABLE, of, value, source) if isinstance(value, str) else value
 
 
 def env_file(path: Path, known: Mapping[str, str] | None) -> dict[str, str]:

@@ -19,6 +19,13 @@ from proxy.errors import SettingsError
 
 def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
     """A file, a line, or a container that Docker (`inspect`) knows. Raises `SettingsError` with what is missing."""
+    try:
+        return _read(given, inspect)
+    except RecursionError:
+        raise SettingsError(f"{given[:256]}: its brackets and quotes are too many inside each other") from None
+
+
+def _read(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
     if starts_vllm(given):
         return of_text(given, "the command", "")
     path = Path(os.path.expanduser(given))

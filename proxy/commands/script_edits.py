@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
 from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
-from proxy.commands.shell import Script, ShellCommand, Word
+from proxy.commands.shell import ShellCommand, Word
 from proxy.errors import SettingsError
 
 # Not to be given to what serves in their place, which has them by itself or has no use for them.
 TAKEN_AWAY = (*DROPPED, NO_CACHING)
 
-OWN_NAME = "SEAMARK_OF"  # in place of $0, which is another file's name now
-_OWN_NAME = re.compile(r"\$(\{?)(?:0|BASH_SOURCE(?:\[0\])?)")
+# In place of what is another file's name now, where that is asked for its folder; a $0 of awk is none.
+OWN_NAME = "SEAMARK_OF"
+_OWN_NAME = re.compile(r"""\$(\{?)(?:BASH_SOURCE(?:\[0\])?|(?<=\{)0|(?<="\$)0(?=")|(?<=(?:name|path) \$)0)""")
 
 # Names of files by the folder that a script is run in, but in a comment.
 HERE = re.compile(r"^(?!\s*#).*(?:(?<![^\s\"'=:])\.{1,2}/|\$\{?PWD\b|\$\(pwd\)|build\s.*\s\.(?:\s|$))", re.M)
@@ -108,12 +108,7 @@ def with_image(
             is_flag = first.value.startswith("-")
             edits.put(first.place[0] if is_flag else first.place[1], f"{host} " if is_flag else f" {host}")
     edits.put(run.start.command[run.start.behind - 1].place[1], "".join(f" {option}" for option in options))
-    base = text[slice(*run.image.place)]
-    if instead and "$" in base and text.count(run.image.value) == 1:
-        at = text.index(run.image.value)
-        edits.replace(at, at + len(run.image.value), instead)
-    elif instead:
-        base = instead
+    base = instead or text[slice(*run.image.place)]
     if not run.image.is_whole:
         raise SettingsError(f"{recipe.source}: the image is part of {base}; write it behind `docker run` itself")
     edits.replace(*run.image.place, image)
@@ -138,12 +133,7 @@ def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:
 
 def elsewhere(text: str) -> str:
     """A script that is run from another file, before which OWN_NAME is set to its own."""
-    script = Script(text, {}, "the script")
-    deque(script.commands(), maxlen=0)
-    for start in sorted(script.own_names, reverse=True):
-        if found := _OWN_NAME.match(text, start):
-            text = f"{text[:start]}${{{OWN_NAME}{'' if found[1] else '}'}{text[found.end() :]}"
-    return text
+    return _OWN_NAME.sub(lambda found: f"${{{OWN_NAME}{'' if found[1] else '}'}", text)
 
 
 def shell_of(text: str) -> str:
