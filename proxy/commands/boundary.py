@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -55,11 +56,8 @@ def _read(name: str) -> dict[str, Any]:
 
 
 async def _ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    upstream = Upstream(DEFAULTS.connect_timeout, DEFAULTS.max_header_bytes)
-    try:
+    async with contextlib.aclosing(Upstream(DEFAULTS.connect_timeout, DEFAULTS.max_header_bytes)) as upstream:
         return await _found(upstream, url, body)
-    finally:
-        await upstream.aclose()
 
 
 async def _found(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, Any]:

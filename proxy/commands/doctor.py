@@ -148,8 +148,7 @@ def address(url: str) -> str:
 def _way(url: str, chosen: Way | None) -> FoundWay:
     """How vLLM is run, as it is told, or else as it looks from here."""
     with suppress(ValueError):  # no URL
-        seen = find(url)
-        if seen is not None and chosen in (None, seen.way):
+        if (seen := find(url)) and chosen in (None, seen.way):
             return seen
     return FoundWay(chosen or Way.PIP)
 

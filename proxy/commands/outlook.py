@@ -70,7 +70,6 @@ _WAYS = {
     RecipeKind.LAUNCHER: Way.SPARK,
     RecipeKind.COMPOSE: Way.COMPOSE,
     RecipeKind.DOCKER: Way.DOCKER,
-    RecipeKind.CONTAINER: Way.DOCKER,
     RecipeKind.UNIT: Way.SYSTEMD,
 }
 
@@ -192,9 +191,7 @@ def _release(recipe: Recipe, without: str = "") -> str:
 
 def _asking(recipe: Recipe) -> str:
     """A command that says which vLLM a recipe runs."""
-    if recipe.kind is RecipeKind.CONTAINER:
-        python = f"docker exec {shlex.quote(recipe.name)} python3"
-    elif image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
+    if image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
         python = f"{recipe.program} run --rm --entrypoint python3 {shlex.quote(image)}"
     else:
         python = recipe.python

@@ -43,7 +43,6 @@ class RecipeKind(StrEnum):
     CONFIG = "a configuration file of vLLM"
     COMMAND = "a command of vLLM"
     DOCKER = "a command of Docker"
-    CONTAINER = "a container"
     UNIT = "a systemd unit"
 
 
@@ -100,8 +99,7 @@ class Recipe:
     @cached_property
     def flags(self) -> dict[str, str]:
         """What vLLM is given by the name of a flag, in one spelling; of a flag that is given twice the last."""
-        config = self.document if self.kind is RecipeKind.CONFIG else {}
-        found = {flag_name(f"--{name}"): _as_text(value) for name, value in config.items()}
+        found: dict[str, str] = {}
         for argument, following in zip(self.arguments, [*self.arguments[1:], ""], strict=False):
             found.pop(flag_name(argument), None)  # so that the last one is behind all others
             found[flag_name(argument)] = argument.partition("=")[2] if "=" in argument else following
@@ -133,13 +131,6 @@ def flag_name(argument: str) -> str:
     """The name of a flag as vLLM compares them: with dashes, but in that of a field, and without its value."""
     name, dot, field = argument.partition("=")[0].partition(".")
     return (name.replace("_", "-") if name.startswith("--") else name) + dot + field
-
-
-def _as_text(value: Any) -> str:
-    """A value of vLLM's own configuration as a command line has it."""
-    if isinstance(value, dict):
-        return json.dumps(value, default=str, skipkeys=True)
-    return "" if value is None else str(value)
 
 
 def published(port: str, own: int) -> tuple[str, int] | None:

@@ -164,8 +164,6 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = _theirs(recipe, text, purpose)
     ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
-    if recipe.kind is RecipeKind.CONTAINER:
-        ended = [f"end the container first: docker stop {recipe.name}; docker start {recipe.name} brings it back"]
     return _of_image({"start.sh": start}, image, recipe.program, notes=[*ended, *_folder(recipe)])
 
 
@@ -175,20 +173,13 @@ def _command(recipe: Recipe, places: Places) -> RecipeFiles:
     if is_config and (taken := [flag for flag in TAKEN_AWAY if recipe.has(flag)]):
         raise SettingsError(f"{recipe.source}: take {', '.join(taken)} out of it first: nothing hits with them")
     text = with_flags(recipe.text, recipe, None if is_config else _outside(recipe))
-    install = _pip_install(recipe.python, places.source)
+    pip = "uv pip" if recipe.python.startswith("uv ") else f"{recipe.python} -m pip"
+    install = f"{pip} install --no-deps {shlex.quote(str(places.source))}"
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
     start = _theirs(recipe, text, purpose, f"#   {install}")
-    uninstall = f"{install.partition(' install')[0]} uninstall vllm-seamark"
-    undo = [f'echo "in vLLM\'s environment, if nothing else there needs it: {uninstall}"']
+    undo = [f'echo "in vLLM\'s environment, if nothing else there needs it: {pip} uninstall vllm-seamark"']
     notes = [f"once, in vLLM's environment: {install}", *_folder(recipe)]
-    return RecipeFiles({"worker.sh": start}, [] if recipe.python.startswith("uvx") else undo, notes)
-
-
-def _pip_install(python: str, folder: Path) -> str:
-    what = shlex.quote(str(folder))
-    if python.startswith("uvx"):
-        return f"uvx makes it anew each time, so put --with {what} behind uvx, or behind uv run, in worker.sh"
-    return f"{'uv pip' if python.startswith('uv ') else f'{python} -m pip'} install --no-deps {what}"
+    return RecipeFiles({"worker.sh": start}, undo, notes)
 
 
 def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -295,6 +286,5 @@ _WRITERS = {
     RecipeKind.CONFIG: _command,
     RecipeKind.COMMAND: _command,
     RecipeKind.DOCKER: _docker,
-    RecipeKind.CONTAINER: _docker,
     RecipeKind.UNIT: _unit,
 }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +23,7 @@ _SAYING = ("echo", "printf", "grep", "pgrep", "pkill", "which", "type", "man", "
 
 # What starts a command where this machine's files and environments do not count.
 _ELSEWHERE = re.compile(
-    r"docker|podman|nerdctl|kubectl|oc|ssh|apptainer|singularity|enroot|lxc|incus|wsl|distrobox|toolbox"
+    r"docker|podman|nerdctl|kubectl|oc|ssh|apptainer|singularity|enroot|lxc|incus|wsl|distrobox|toolbox|uvx|tool"
 )
 
 # Of `docker run`, those without a value; letters can stand together. All others take the next word.
@@ -47,6 +46,7 @@ _INSTEAD = {
     r"\b(ssh|kubectl|srun)\b": "no `vllm serve` that runs here; give what starts it on the machine where it does",
     "": "no `vllm serve` among its commands, and no `docker run`",
 }
+_INSTEAD_OF = {"compose": "the compose file", "vllm": "`vllm serve` of an environment that stays"}
 _NO_SHELL = re.compile(r"\.(ps1|bat|cmd|fish|py|json|toml|container)$|(Docker|Container|Make|just)file[^/]*$")
 
 
@@ -100,7 +100,7 @@ def start_of(text: str, known: Mapping[str, str], source: str) -> Start | Docker
     starts = [*_starts(Script(text, known, source))]
     containers = [each for each in starts if each.is_container]
     if len(starts) > 1:
-        of_vllm = [each for each in containers if _is_of_vllm(each)]
+        of_vllm = [each for each in containers if any("vllm" in word.value.lower() for word in each.words)]
         containers = of_vllm if of_vllm or len(containers) < len(starts) else containers
     if len(containers) > 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one: give a copy that has one")
@@ -121,9 +121,7 @@ def _the_one(starts: Sequence[Start], text: str, source: str) -> Start:
     (start,) = served
     for word, following in pairwise(start.command[: start.behind]):
         if _ELSEWHERE.fullmatch(name := Path(word.value).name):
-            cure = (
-                "the compose file" if following.value == "compose" else "what makes the container, or run setup there"
-            )
+            cure = _INSTEAD_OF.get(following.value, "what makes the container, or run setup there")
             raise SettingsError(f"{source}: `{name} {following.value}` starts vLLM, which is not read; give {cure}")
     return _with_a_model(start)
 
@@ -180,8 +178,6 @@ def _scripts_in(values: Sequence[str]) -> list[int]:
 def _python(words: Sequence[str], activated: str) -> str:
     """How Python is called where a command runs that begins with these words."""
     names = [Path(word).name for word in words]
-    if "uvx" in names or ("uv" in names and {"--with", "tool"} & {*words}):
-        return "uvx --with vllm python"
     if "uv" in names:
         return "uv run python"
     if "-m" in words:
@@ -190,14 +186,6 @@ def _python(words: Sequence[str], activated: str) -> str:
         return f"{' '.join(words[:-2])} python"
     program = "".join(words[-2:-1])
     return f"{program.removesuffix('vllm')}python" if "/" in program else activated
-
-
-def _is_of_vllm(start: Start) -> bool:
-    words = start.words
-    with suppress(SettingsError):  # which is said if it is the one
-        run = _docker_run(start)
-        words = [run.image, *run.arguments]
-    return any("vllm" in word.value.lower() for word in words)
 
 
 def _docker_run(start: Start) -> DockerRun:

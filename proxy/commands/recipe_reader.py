@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -56,8 +57,10 @@ def _read(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Rec
     if "command" in document:
         return _of_spark(document, path)
     if field_of(document, "model", str, given):
-        line = f"vllm serve --config {shlex.quote(str(path.absolute()))}"
-        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document, text=line)
+        line, fields = f"vllm serve --config {shlex.quote(str(path.absolute()))}", document.items()
+        given = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in fields}
+        flags = [f"--{name}={value}" for name, value in given.items() if value != "null"]
+        return Recipe(RecipeKind.CONFIG, str(path), path.stem, flags, document=document, text=line)
     kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
     raise SettingsError(f"{given} has no {kinds} configuration)")
 
@@ -92,22 +95,16 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         name, line = str(told["Name"]).lstrip("/"), _line(config, told["HostConfig"])
     except (KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
-    return replace(of_text(line, f"the container {given}", name), kind=RecipeKind.CONTAINER)
+    recipe = of_text(line, f"the container {given}", name)
+    return replace(recipe, notes=[*recipe.notes, f"docker start {name} brings back the one that runs now"])
 
 
-# Of `docker run`: flags, and what Docker calls them and says without them.
-_OF_DOCKER_RUN = (
-    ("volume", "Binds"),
-    ("network", "NetworkMode", "default", "bridge"),
-    ("ipc", "IpcMode", "private", "shareable"),
-    ("runtime", "Runtime", "runc"),
-    ("shm-size", "ShmSize", 67108864),
-    ("memory", "Memory"),
-    ("ulimit", "Ulimits"),
-    ("device", "Devices"),
-    ("cap-add", "CapAdd"),
-    ("restart", "Restart", "no"),
+# Of `docker run`: flags, and what Docker calls them; and what it says without them.
+_FLAGS = (
+    "volume=Binds network=NetworkMode ipc=IpcMode runtime=Runtime shm-size=ShmSize memory=Memory ulimit=Ulimits "
+    "device=Devices cap-add=CapAdd restart=Restart"
 )
+_DEFAULTS = ("default", "bridge", "private", "shareable", "runc", 67108864, "no")
 
 
 def _line(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
@@ -120,9 +117,9 @@ def _line(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
     told = {**host, "Restart": (host.get("RestartPolicy") or {}).get("Name")}
     told["Devices"] = [each["PathOnHost"] for each in host.get("Devices") or ()]
     told["Ulimits"] = [f"{each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
-    for flag, key, *default in _OF_DOCKER_RUN:
+    for flag, _, key in (each.partition("=") for each in _FLAGS.split()):
         values = value if isinstance(value := told.get(key), list) else [value]
-        options += [f"--{flag}={each}" for each in values if each and each not in default]
+        options += [f"--{flag}={each}" for each in values if each and each not in _DEFAULTS]
     options += ["--privileged"] if host.get("Privileged") else []
     for request in host.get("DeviceRequests") or ():
         if any("gpu" in names for names in request.get("Capabilities") or ()):

@@ -200,7 +200,7 @@ def test_a_container_of_compose_is_read_from_its_file(file):
     recipe = contained({"Labels": labels})
     assert (recipe.kind, recipe.name, recipe.model) == (RecipeKind.COMPOSE, "b", "theirs")
     for missing in labels:
-        assert contained({"Labels": {missing: labels[missing]}}).kind is RecipeKind.CONTAINER
+        assert contained({"Labels": {missing: labels[missing]}}).kind is RecipeKind.DOCKER
     path.write_text("a: [")
     with pytest.raises(SettingsError, match="is no YAML"):
         contained({"Labels": labels})
