@@ -58,6 +58,7 @@ class Recipe:
     listens: tuple[str, int] | None = None  # address and port of this machine, if they are not vLLM's own
     document: Any = None  # what a file of YAML holds
     text: str = ""  # of a command or a script
+    outside: Mapping[str, str] | None = None  # variables that the text is given; None: it is read without
     python: str = "python3"  # how it is called in vLLM's environment
     program: str = "docker"  # and Docker, or what stands for it
     is_published: bool = True  # at a port of this machine, by the recipe itself
@@ -158,28 +159,27 @@ def port_in(text: object) -> int | None:
 def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.environ) -> Recipe:
     """A script, or a line of one. `known`: the variables that it is given."""
     found = start_of(text, known, source)
-    if isinstance(found, Start):
+    run, arguments = found.run, [word.value for word in found.words]
+    if run is None:
         is_launched = any(word.value.endswith(LAUNCHER) for word in found.command[: found.behind])
-        kind = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND
-        arguments, notes = [word.value for word in found.words], [*_not_seen(found, found.words, text)]
-        return Recipe(kind, source, name, arguments, found.variables, text=text, python=found.python, notes=notes)
-    outside = {**known, **found.start.variables}
-    pairs = [each.partition("=") for each in found.given("-e", "--env")]
+        kind, notes = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND, [*_not_seen(found, found.words, text)]
+        recipe = Recipe(kind, source, name, arguments, found.variables, text=text, outside=known)
+        return replace(recipe, python=found.python, notes=notes)
+    outside = {**known, **run.start.variables}
+    pairs = [each.partition("=") for each in run.given("-e", "--env")]
     environment = {name: value if is_set else outside.get(name, "") for name, is_set, value in pairs}
-    arguments, notes = [word.value for word in found.serve.words], []
-    image = found.image.value
-    if found.image.unseen:
+    image, notes = run.image.value, [*_not_seen(run.start, [*run.options, *found.words], text)]
+    if run.image.unseen:
         notes.append(f"the image is {image}, which is not seen here; the plugin is put into what that is then")
         image = ""
-    notes += _not_seen(found.start, [*found.options, *found.serve.words], text)
-    recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
-    recipe, networks = replace(recipe, program=found.program, notes=notes), found.given("--network", "--net")
+    recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text, outside=known)
+    recipe, networks = replace(recipe, program=run.program, notes=notes), run.given("--network", "--net")
     if "host" in networks:
         return recipe
-    ports, own = found.given("-p", "--publish"), port_in(recipe.value("--port") or DEFAULT_PORT)
+    ports, own = run.given("-p", "--publish"), port_in(recipe.value("--port") or DEFAULT_PORT)
     listens = next(filter(None, (published(port, own) for port in ports if own)), None)
     hiding = [f"-p {port}" for port in ports if "$" in port] + [f"--network {each}" for each in networks]
-    hiding += [word.value for word in found.options if word.several or word.value in ("-P", "--publish-all")]
+    hiding += [word.value for word in run.options if word.several or word.value in ("-P", "--publish-all")]
     if hiding and not listens:
         cure = how_to_say(where, source) if "$" in (where := ", ".join(hiding)) else "write it as -p 8000:8000"
         raise SettingsError(f"{source}: the port it publishes is not seen here ({where}); {cure}")

@@ -104,7 +104,7 @@ def make_mod(source: Path, folder: Path) -> str:
 
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
-    text = with_flags(recipe.text, recipe, os.environ, mod=shlex.quote(str(places.out / MOD)))
+    text = with_flags(recipe.text, recipe, recipe.outside, mod=shlex.quote(str(places.out / MOD)))
     make, enter = make_mod(places.source, places.out), f"cd {shlex.quote(str(target))}"
     purpose = "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it."
     start = _theirs(recipe, text, purpose, f"{make} || exit", f"{enter} || exit")
@@ -160,7 +160,7 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     build = _build(places, image, recipe.program)
     if is_unit := isinstance(recipe.document, Unit):  # for which it is built before
         build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
-    text = with_image(recipe, _outside(recipe), image, [f"--label={LABEL}={image}"], build, places.image)
+    text = with_image(recipe, image, [f"--label={LABEL}={image}"], build, places.image)
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = _theirs(recipe, text, purpose)
     ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
@@ -169,10 +169,9 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
     """Of a vLLM that the user's own environment has, where the plugin is installed by hand."""
-    is_config = recipe.kind is RecipeKind.CONFIG  # which names the model
-    if is_config and (taken := [flag for flag in TAKEN_AWAY if recipe.has(flag)]):
+    if recipe.kind is RecipeKind.CONFIG and (taken := [flag for flag in TAKEN_AWAY if recipe.has(flag)]):
         raise SettingsError(f"{recipe.source}: take {', '.join(taken)} out of it first: nothing hits with them")
-    text = with_flags(recipe.text, recipe, None if is_config else _outside(recipe))
+    text = with_flags(recipe.text, recipe, recipe.outside)
     pip = "uv pip" if recipe.python.startswith("uv ") else f"{recipe.python} -m pip"
     install = f"{pip} install --no-deps {shlex.quote(str(places.source))}"
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
@@ -205,11 +204,6 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
         *systemd.install_lines(unit, has_script=not is_plain),
     )
     return RecipeFiles(files, [systemd.ROOT, *systemd.undo_lines(unit), *made.undo], made.notes, run)
-
-
-def _outside(recipe: Recipe) -> Mapping[str, str]:
-    """The variables that its text is given."""
-    return recipe.document.known if isinstance(recipe.document, Unit) else os.environ
 
 
 def _theirs(recipe: Recipe, text: str, purpose: str, *lines: str) -> str:

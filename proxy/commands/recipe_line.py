@@ -60,15 +60,13 @@ class Start(NamedTuple):
     variables: Mapping[str, str]  # that are set before it, and for it
     python: str  # how Python is called in its environment
     script: Script
+    is_container: bool
+    run: DockerRun | None = None  # of the container that it is in
 
     @property
     def words(self) -> Sequence[Word]:
         """The arguments."""
         return self.command[self.behind :]
-
-    @property
-    def is_container(self) -> bool:
-        return self.command[self.behind - 1].value == "run"
 
 
 class DockerRun(NamedTuple):
@@ -77,8 +75,7 @@ class DockerRun(NamedTuple):
     values: Sequence[tuple[str, str]]  # of options, by their names
     image: Word
     arguments: Sequence[Word]  # behind the image
-    serve: Start  # of vLLM in the container
-    is_shell: bool  # which a shell starts there
+    is_shell: bool = False  # which starts vLLM there
 
     @property
     def program(self) -> str:
@@ -93,8 +90,8 @@ class DockerRun(NamedTuple):
         return [value for name, value in self.values if name in names]
 
 
-def start_of(text: str, known: Mapping[str, str], source: str) -> Start | DockerRun:
-    """The one that starts vLLM. Raises `SettingsError` without one, or for what hides."""
+def start_of(text: str, known: Mapping[str, str] | None, source: str) -> Start:
+    """The one that starts vLLM. `known` is None: no variable is filled in. Raises `SettingsError`, also if it hides."""
     if _NO_SHELL.search(source) or re.match(r"#!.*(?:python|perl|node|fish|pwsh)", text):
         raise SettingsError(f"{source} is no script of a shell; give the line that starts vLLM, in quotes")
     starts = [*_starts(Script(text, known, source))]
@@ -105,11 +102,6 @@ def start_of(text: str, known: Mapping[str, str], source: str) -> Start | Docker
     if len(containers) > 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one: give a copy that has one")
     return _docker_run(containers[0]) if containers else _the_one(starts, text, source)
-
-
-def serve_line(text: str, source: str, known: Mapping[str, str] | None = None) -> Start:
-    """The one `vllm serve` of a text. Raises `SettingsError` without one. `known` is None: no variable is filled in."""
-    return _the_one([*_starts(Script(text, known, source))], text, source)
 
 
 def _the_one(starts: Sequence[Start], text: str, source: str) -> Start:
@@ -140,9 +132,10 @@ def _starts(script: Script, outer: ShellCommand | None = None, python: str = "py
         if names[0] in _SAYING:
             continue
         variables = {**script.variables, **command.variables}
-        if behind := _behind_run(names) or behind_serve(values):
-            own = _python(values[:behind], python)
-            yield Start(command.words, behind, outer or command, outer is not None, variables, own, script)
+        run = _behind_run(names)
+        if behind := run or behind_serve(values):
+            own, is_quoted = _python(values[:behind], python), outer is not None
+            yield Start(command.words, behind, outer or command, is_quoted, variables, own, script, run > 0)
         for number in [] if behind else _scripts_in(values):
             word, *given = command.words[number:]
             inner = script.within(word, {**(script.known or {}), **variables}, given)
@@ -177,8 +170,7 @@ def _scripts_in(values: Sequence[str]) -> list[int]:
 
 def _python(words: Sequence[str], activated: str) -> str:
     """How Python is called where a command runs that begins with these words."""
-    names = [Path(word).name for word in words]
-    if "uv" in names:
+    if "uv" in [Path(word).name for word in words]:
         return "uv run python"
     if "-m" in words:
         return words[words.index("-m") - 1]
@@ -188,7 +180,7 @@ def _python(words: Sequence[str], activated: str) -> str:
     return f"{program.removesuffix('vllm')}python" if "/" in program else activated
 
 
-def _docker_run(start: Start) -> DockerRun:
+def _docker_run(start: Start) -> Start:
     words, at, hiding, source = start.words, 0, "", start.script.source
     given: list[tuple[str, str]] = []
     while at < len(words):
@@ -210,17 +202,17 @@ def _docker_run(start: Start) -> DockerRun:
         raise SettingsError(f"{source}: the image may be in {hiding}, which is not seen here; {cure}")
     if at >= len(words):
         raise SettingsError(f"{source}: `docker run` names no image; a comment between its lines would end it")
-    return _served(DockerRun(start, options, given, words[at], left, start, is_shell=False))
+    return _served(DockerRun(start, options, given, words[at], left))
 
 
-def _served(run: DockerRun) -> DockerRun:
-    """With what starts vLLM in the container."""
+def _served(run: DockerRun) -> Start:
+    """What starts vLLM in the container."""
     script, words, values = run.start.script, run.arguments, [word.value for word in run.arguments]
     entrypoint = ["", *run.given("--entrypoint")][-1]
     for number in _scripts_in([entrypoint, *values]):
         told = dict(each.partition("=")[::2] for each in run.given("-e", "--env") if "=" in each)
         starts = [*_starts(script.within(words[number - 1], told, words[number:]), run.start.outer)]
-        return run._replace(serve=_the_one(starts, values[number - 1], script.source), is_shell=True)
+        return _the_one(starts, values[number - 1], script.source)._replace(run=run._replace(is_shell=True))
     skipped = behind_serve(values, entrypoint) or int(values[:1] == ["serve"] and not entrypoint)
     program = entrypoint or "".join(values[:1])
     if "engine_patches" in values:
@@ -228,7 +220,7 @@ def _served(run: DockerRun) -> DockerRun:
     if not skipped and (entrypoint or _PROGRAM.search(program) or not values):
         what = f"what {program} starts is not seen here" if program else "nothing says which model vLLM serves"
         raise SettingsError(f"{script.source}: {what}; write `vllm serve MODEL` and its flags")
-    return run._replace(serve=_with_a_model(run.start._replace(command=words, behind=skipped)))
+    return _with_a_model(run.start._replace(command=words, behind=skipped, is_container=False, run=run))
 
 
 def _with_a_model(start: Start) -> Start:

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,6 @@ class Unit(NamedTuple):
     kind: RecipeKind  # of what it starts
     script: str  # that it starts, as it is spelt; empty: a command
     script_path: Path
-    known: Mapping[str, str]  # variables
 
 
 def unit_file(path: Path) -> Path | None:
@@ -91,7 +90,7 @@ def of_unit(path: Path, name: str) -> Recipe:
         script_path = Path(folder, script).absolute()
         text = read_text(script_path)
     inner = of_text(text, source, path.stem, outside)
-    unit = Unit(name, prefix, command, inner.kind, script, script_path, outside)
+    unit = Unit(name, prefix, command, inner.kind, script, script_path)
     own = {**known, **inner.environment} if inner.kind is RecipeKind.COMMAND else inner.environment
     program, notes = inner.program.rpartition("/")[2], [*inner.notes, *notes]
     return replace(inner, kind=RecipeKind.UNIT, program=program, environment=own, document=unit, notes=notes)

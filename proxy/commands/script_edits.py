@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
 from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
-from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
+from proxy.commands.recipe_line import LAUNCHER, Start, start_of
 from proxy.commands.shell import ShellCommand, Word
 from proxy.errors import SettingsError
 
@@ -66,7 +66,7 @@ class Edits:
 def with_flags(text: str, recipe: Recipe, known: Mapping[str, str] | None = None, mod: str = "") -> str:
     """A text with its one `vllm serve`, which gets what is needed; `mod`: which spark-vllm-docker is to apply."""
     edits = Edits(text, recipe.source)
-    line = serve_line(text, recipe.source, known)
+    line = start_of(text, known, recipe.source)
     _give(edits, line, recipe)
     for word in line.command[: line.behind] if mod else ():
         if word.value.endswith(LAUNCHER):
@@ -84,27 +84,26 @@ def _give(edits: Edits, line: Start, recipe: Recipe) -> None:
     edits.put(end, "".join(f" \\\n    {flag}" if is_plain else f" {flag}" for flag in added))
 
 
-def with_image(
-    recipe: Recipe, known: Mapping[str, str], image: str, options: Sequence[str], build: str, instead: str
-) -> str:
+def with_image(recipe: Recipe, image: str, options: Sequence[str], build: str, instead: str) -> str:
     """A script whose `docker run` has the image that `build` makes of the one it had, or of `instead`, just before."""
     text = recipe.text
-    run = start_of(text, known, recipe.source)
-    assert isinstance(run, DockerRun)  # noqa: S101  # as its recipe says
+    serve = start_of(text, recipe.outside, recipe.source)
+    run = serve.run
+    assert run is not None  # noqa: S101  # as its recipe says
     edits = Edits(text, recipe.source)
     options = [*options, *([] if recipe.is_published else [f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"])]
     edits.cut_flags(run.options, ("--pull",))
     if run.is_shell:
-        _give(edits, run.serve, recipe)
+        _give(edits, serve, recipe)
         if not run.given("--entrypoint"):
             options.append(f"--entrypoint {run.arguments[0].value}")
             edits.cut(run.arguments[:1])
     else:
         edits.cut_flags(run.options, ("--entrypoint",))
-        edits.cut(run.arguments[: run.serve.behind])
-        edits.cut_flags(run.serve.words)
+        edits.cut(run.arguments[: serve.behind])
+        edits.cut_flags(serve.words)
         if not recipe.has("--host"):  # vLLM alone listens to everybody, and the worker's command to its own machine
-            first, host = run.serve.words[0], f"--host {EVERYWHERE}"
+            first, host = serve.words[0], f"--host {EVERYWHERE}"
             is_flag = first.value.startswith("-")
             edits.put(first.place[0] if is_flag else first.place[1], f"{host} " if is_flag else f" {host}")
     edits.put(run.start.command[run.start.behind - 1].place[1], "".join(f" {option}" for option in options))
@@ -121,9 +120,7 @@ def with_image(
 def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:
     """What comes before a command, and has to have worked."""
     start, end = command.place
-    if command.before == "&&":
-        edits.put(start, f"{build} && ")
-    elif command.before in ("||", "|", "|&", "!", "time"):
+    if command.before in ("&&", "||", "|", "|&", "!", "time"):
         edits.put(start, f"{{ {build} && ")
         edits.put(end, "; }")
     else:
