@@ -189,7 +189,7 @@ def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.env
     return replace(recipe, listens=("127.0.0.1", own), is_published=False)
 
 
-def docker_run(image: str, entrypoint: Sequence[str], command: Sequence[str], options: Sequence[str]) -> str:
+def docker_run(image: str, options: Sequence[str], entrypoint: Sequence[str], command: Sequence[str]) -> str:
     """The line that starts a container of which this is told."""
     given = [*options, *(f"--entrypoint={each}" for each in entrypoint[:1])]
     return shlex.join(["docker", "run", "-d", *given, image, *entrypoint[1:], *command])

@@ -92,7 +92,7 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     ports = [*map(as_port, field_of(service, "ports", list, where))]
     options += ["--network=host"] if service.get("network_mode") == "host" else [f"--publish={port}" for port in ports]
     words = (as_words(service.get(each)) for each in _WHOLE)
-    recipe = of_text(docker_run(image, *words, options), where, name, {})
+    recipe = of_text(docker_run(image, options, *words), where, name, {})
     deciding = [image, recipe.model, *map(recipe.value, ("--port", "--host"))]
     deciding += [*([] if recipe.is_published else ports), *(each for each in recipe.arguments if each.startswith("{"))]
     if unset := dict.fromkeys(UNSET.findall("\n".join(deciding))):

@@ -58,8 +58,8 @@ def _read(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Rec
         return _of_spark(document, path)
     if field_of(document, "model", str, given):
         line, fields = f"vllm serve --config {shlex.quote(str(path.absolute()))}", document.items()
-        given = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in fields}
-        flags = [f"--{name}={value}" for name, value in given.items() if value != "null"]
+        told = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in fields}
+        flags = [f"--{name}={value}" for name, value in told.items() if value != "null"]
         return Recipe(RecipeKind.CONFIG, str(path), path.stem, flags, document=document, text=line)
     kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
     raise SettingsError(f"{given} has no {kinds} configuration)")
@@ -96,7 +96,7 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
     except (KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
     recipe = of_text(line, f"the container {given}", name)
-    return replace(recipe, notes=[*recipe.notes, f"docker start {name} brings back the one that runs now"])
+    return replace(recipe, notes=[*recipe.notes, f"docker stop {name} ends it, docker start {name} brings it back"])
 
 
 # Of `docker run`: flags, and what Docker calls them; and what it says without them.
@@ -125,4 +125,4 @@ def _line(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
         if any("gpu" in names for names in request.get("Capabilities") or ()):
             ids = request.get("DeviceIDs")
             options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
-    return docker_run(str(config["Image"]), config.get("Entrypoint") or (), config.get("Cmd") or (), options)
+    return docker_run(str(config["Image"]), options, config.get("Entrypoint") or (), config.get("Cmd") or ())

@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML comes without ty
 def _size(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
     if node not in sizes:
         sizes[node] = MOST_FILLED  # what is a part of itself has no end
-        inner = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        inner = [*chain(*node.value)] if isinstance(node, yaml.MappingNode) else node.value
         own = [_size(each, sizes) for each in inner] if isinstance(node, yaml.CollectionNode) else [len(inner)]
         sizes[node] = VALUE_COST + sum(own)
     return sizes[node]
