@@ -26,19 +26,19 @@ NOT_SERVED = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCa
 # Fields of drafts with which their number is not fixed.
 VARYING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
 
-NO_CACHING = "--no-enable-prefix-caching"
 DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
 
-# Flags that went, and that nothing has to stand for: they are taken away. Those in `SWITCHES` have no value.
+# Flags that are taken away: they went, and nothing has to stand for them, but for the last. `SWITCHES` have no value.
 DROPPED: Mapping[str, str] = {
     "--mamba-cache-mode": "vLLM keeps states where hits can be resumed by itself",
     "--swap-space": "vLLM computes again what has no room",
     "--device": "vLLM finds it",
     "--disable-log-requests": "vLLM logs none unless it is told to",
     "--enable-reasoning": "--reasoning-parser is enough",
+    "--no-enable-prefix-caching": "without a prefix cache nothing can hit",
 }
 
-SWITCHES = (NO_CACHING, "--disable-log-requests", "--enable-reasoning")
+SWITCHES = ("--disable-log-requests", "--enable-reasoning", "--no-enable-prefix-caching")
 
 # Flags that went, with which vLLM does not start; variables that went, which it overlooks; and the flag in their place.
 REPLACED: Mapping[str, str] = {
@@ -84,8 +84,7 @@ class Outlook(NamedTuple):
 
 def outlook(recipe: Recipe, version: str = "") -> Outlook:
     """`version`: of the recipe's vLLM, as `version_of` tells it; without one an image's tag is believed."""
-    dropped = {**DROPPED, NO_CACHING: "without a prefix cache nothing can hit"}
-    notes = [*recipe.notes, *(f"{flag} is to go: {why}" for flag, why in dropped.items() if recipe.has(flag))]
+    notes = [*recipe.notes, *(f"{flag} is to go: {why}" for flag, why in DROPPED.items() if recipe.has(flag))]
     went = sorted(REPLACED.keys() & recipe.environment.keys())
     notes += [f"{name} has no effect on vLLM {versions.SUPPORTED}: {REPLACED[name]} is in its place" for name in went]
     if recipe.has_rust_frontend:

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from proxy.commands import recipe_unit as systemd
-from proxy.commands.outlook import DROPPED
+from proxy.commands.outlook import DROPPED, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, STARTS, Recipe, RecipeKind, environment_of, starts_vllm
 from proxy.commands.recipe_compose import ComposeService, as_words
 from proxy.commands.recipe_text import Tagged, as_lines
 from proxy.commands.recipe_unit import Unit
-from proxy.commands.script_edits import HERE, OWN_NAME, TAKEN_AWAY, elsewhere, shell_of, with_flags, with_image
+from proxy.commands.script_edits import HERE, OWN_NAME, elsewhere, shell_of, with_flags, with_image
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
@@ -33,12 +33,9 @@ IMAGE = "seamark-worker"  # ends in the service's or container's name, and what 
 LABEL = "seamark.setup"  # of containers that were started from it
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
 
-# The same in a text.
-_WITHOUT = re.compile(
-    "|".join(
-        rf"\s+{flag.replace('-', '[-_]')}(?:[= ]\S+)?" if flag in DROPPED else rf"\s+{flag}" for flag in TAKEN_AWAY
-    )
-)
+# Those in a text.
+_TAKEN = (flag.replace("-", "[-_]") + r"(?![\w-])" + r"(?:[= ]\S+)?" * (flag not in SWITCHES) for flag in DROPPED)
+_WITHOUT = re.compile(rf"\s+(?:{'|'.join(_TAKEN)})")
 
 
 class RecipeFiles(NamedTuple):
@@ -147,7 +144,7 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
     whole = f" {' '.join(texts)} "
     found = STARTS.search(whole) or re.match(r"\s+serve(?=\s)", whole)
     text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
-    if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
+    if hidden := next((flag for flag in DROPPED if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
         raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
     if not recipe.has("--host"):  # vLLM alone listens to everybody, and the worker's command to its own machine
         text = f"{text} --host {EVERYWHERE}".strip()
@@ -169,7 +166,7 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
     """Of a vLLM that the user's own environment has, where the plugin is installed by hand."""
-    if recipe.kind is RecipeKind.CONFIG and (taken := [flag for flag in TAKEN_AWAY if recipe.has(flag)]):
+    if recipe.kind is RecipeKind.CONFIG and (taken := [flag for flag in DROPPED if recipe.has(flag)]):
         raise SettingsError(f"{recipe.source}: take {', '.join(taken)} out of it first: nothing hits with them")
     text = with_flags(recipe.text, recipe, recipe.outside)
     pip = "uv pip" if recipe.python.startswith("uv ") else f"{recipe.python} -m pip"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -97,11 +98,11 @@ def start_of(text: str, known: Mapping[str, str] | None, source: str) -> Start:
     starts = [*_starts(Script(text, known, source))]
     containers = [each for each in starts if each.is_container]
     if len(starts) > 1:
-        of_vllm = [each for each in containers if any("vllm" in word.value.lower() for word in each.words)]
+        of_vllm = [each for each in containers if _is_of_vllm(each)]
         containers = of_vllm if of_vllm or len(containers) < len(starts) else containers
     if len(containers) > 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one: give a copy that has one")
-    return _docker_run(containers[0]) if containers else _the_one(starts, text, source)
+    return _served(_docker_run(containers[0])) if containers else _the_one(starts, text, source)
 
 
 def _the_one(starts: Sequence[Start], text: str, source: str) -> Start:
@@ -180,7 +181,15 @@ def _python(words: Sequence[str], activated: str) -> str:
     return f"{program.removesuffix('vllm')}python" if "/" in program else activated
 
 
-def _docker_run(start: Start) -> Start:
+def _is_of_vllm(start: Start) -> bool:
+    words = start.words
+    with suppress(SettingsError):  # which is said if it is the one
+        run = _docker_run(start)
+        words = [run.image, *run.arguments]
+    return any("vllm" in word.value.lower() for word in words)
+
+
+def _docker_run(start: Start) -> DockerRun:
     words, at, hiding, source = start.words, 0, "", start.script.source
     given: list[tuple[str, str]] = []
     while at < len(words):
@@ -202,7 +211,7 @@ def _docker_run(start: Start) -> Start:
         raise SettingsError(f"{source}: the image may be in {hiding}, which is not seen here; {cure}")
     if at >= len(words):
         raise SettingsError(f"{source}: `docker run` names no image; a comment between its lines would end it")
-    return _served(DockerRun(start, options, given, words[at], left))
+    return DockerRun(start, options, given, words[at], left)
 
 
 def _served(run: DockerRun) -> Start:

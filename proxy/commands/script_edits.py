@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
+from proxy.commands.outlook import DROPPED, SWITCHES
 from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
 from proxy.commands.recipe_line import LAUNCHER, Start, start_of
 from proxy.commands.shell import ShellCommand, Word
 from proxy.errors import SettingsError
-
-# Not to be given to what serves in their place, which has them by itself or has no use for them.
-TAKEN_AWAY = (*DROPPED, NO_CACHING)
 
 # In place of what is another file's name now, where that is asked for its folder; a $0 of awk is none.
 OWN_NAME = "SEAMARK_OF"
@@ -36,7 +33,7 @@ class Edits:
     def replace(self, start: int, end: int, text: str) -> None:
         self._edits.add((start, end, text))
 
-    def cut_flags(self, words: Sequence[Word], names: Sequence[str] = TAKEN_AWAY) -> None:
+    def cut_flags(self, words: Sequence[Word], names: Collection[str] = DROPPED.keys()) -> None:
         """With their values."""
         taken: set[int] = set()
         for number, word in enumerate(words):
