@@ -1,18 +1,11 @@
-"""`seamark boundary`: where the shared part of a chat request ends, as a worker or a model folder renders it."""
+"""`seamark boundary`: where the shared part of a chat request ends, as a worker renders it."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +17,27 @@ from proxy.boundaries.renderer import RenderFailed, WorkerRenderer, identify_ren
 from proxy.boundaries.template_facts import setting_of
 from proxy.chat.reader import chat_request
 from proxy.commands.parser import Parser
-from proxy.commands.render_server import free_port
 from proxy.config_files import base_url
 from proxy.errors import BadRequest, SettingsError
-from proxy.fleet.probe import MODELS, Probe, Unwell
+from proxy.fleet.probe import Probe, Unwell
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import loads, parse_object
 from proxy.printable import printable
 from proxy.settings import Settings
 
-RENDER_SECONDS, START_SECONDS = 60.0, 120.0
+RENDER_SECONDS = 60.0
 MEMORY_BYTES = 100_000
 DEFAULTS = Settings.model_validate({})  # of a gateway
 
 
 def main(argv: list[str]) -> int:
     parser = Parser(prog="seamark boundary", description="print where the shared part of a chat request ends")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--worker", metavar="URL", help="a running vLLM server")
-    source.add_argument("--model", metavar="PATH", type=Path, help="a model folder with tokenizer and chat template")
+    what = "a running vLLM server, or `vllm launch render MODEL --enable-scale-out`, which loads no weights"
+    parser.add_argument("--worker", metavar="URL", required=True, help=what)
     parser.add_argument("file", metavar="FILE", help="a chat request as JSON, - for standard input")
     args = parser.parse_args(argv)
     try:
-        print(json.dumps(asyncio.run(_find(args, _read(args.file)))))
+        print(json.dumps(asyncio.run(_ask(base_url(args.worker), _read(args.file)))))
     except (SettingsError, Unwell) as error:  # the input is at fault, or a server
         print(f"seamark boundary: {printable(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, SettingsError) else 1
@@ -64,17 +55,12 @@ def _read(name: str) -> dict[str, Any]:
     return body
 
 
-async def _find(args: argparse.Namespace, body: dict[str, Any]) -> dict[str, Any]:
-    async with contextlib.AsyncExitStack() as stack:
-        upstream = Upstream(DEFAULTS.connect_timeout, DEFAULTS.max_header_bytes)
-        stack.push_async_callback(upstream.aclose)
-        if args.worker is not None:
-            return await _ask(upstream, base_url(args.worker), body)
-        served = _render_server(upstream, args.model, body.get("model"))
-        return await _ask(upstream, await stack.enter_async_context(served), body)
+async def _ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    async with contextlib.aclosing(Upstream(DEFAULTS.connect_timeout, DEFAULTS.max_header_bytes)) as upstream:
+        return await _found(upstream, url, body)
 
 
-async def _ask(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, Any]:
+async def _found(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str, Any]:
     renderer = WorkerRenderer(upstream, url, RENDER_SECONDS)
     # The prompt itself is rendered first: the user reads why that failed.
     try:
@@ -112,33 +98,3 @@ def _reason(error: RenderFailed) -> str:
         return str(loads(error.answer)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return str(error)
-
-
-@contextlib.asynccontextmanager
-async def _render_server(upstream: Upstream, model: Path, served_name: Any) -> AsyncIterator[str]:
-    """The address of a render server of vLLM for `model`, which ends with the context."""
-    if not (model / "config.json").is_file():
-        raise SettingsError(f"--model: {model} is not a model folder (no config.json)")
-    if importlib.util.find_spec("vllm") is None:
-        raise Unwell("--model: vLLM renders it, and there is none in this environment; or ask a --worker URL")
-    port = free_port()
-    command = [sys.executable, "-m", "proxy.commands.render_server", "--model", str(model), "--host", "127.0.0.1"]
-    # Without a parser vLLM refuses chats that offer tools. Any parser will do, since nothing is generated.
-    command += ["--port", str(port), "--enable-scale-out", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    if isinstance(served_name, str) and served_name:
-        command += ["--served-model-name", served_name]
-    url, environment = f"http://127.0.0.1:{port}", {**os.environ, "SEAMARK_ENGINE": "0", "HF_HUB_OFFLINE": "1"}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
-        try:
-            deadline = time.monotonic() + START_SECONDS
-            while not await Probe(upstream, url, seconds=5.0).page(MODELS):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    *_, last = "", *log.read().decode(errors="replace").strip().splitlines()
-                    raise Unwell(f"--model: vLLM's render server did not start: {last}")
-                await asyncio.sleep(0.1)
-            yield url
-        finally:
-            process.terminate()
-            process.wait()

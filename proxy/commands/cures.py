@@ -79,10 +79,6 @@ class Cures(NamedTuple):
     def update(self, wanted: str) -> str:
         return f"{_PIP}   # {wanted} or later, into vLLM's environment, or build its image anew; then restart vLLM"
 
-    def release(self) -> str:
-        """A vLLM that the plugin knows."""
-        return release_line(self.found, "python3")
-
     def flag(self, flag: str, without: str) -> str:
         """A flag of vLLM, and what is wrong without it."""
         return self._lines(f"$flag   # {_CURES[self.found.way].flag}; $without", flag=flag, without=without)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from proxy.chat.chat import CHAT, COMPLETIONS
-from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures
+from proxy.commands.cures import EVENTS_FLAG, TOOL_FLAG, Cures, release_line
 from proxy.commands.outlook import outlook, version_of
 from proxy.commands.parser import Parser
 from proxy.commands.recipe_reader import read_recipe
@@ -148,8 +148,7 @@ def address(url: str) -> str:
 def _way(url: str, chosen: Way | None) -> FoundWay:
     """How vLLM is run, as it is told, or else as it looks from here."""
     with suppress(ValueError):  # no URL
-        seen = find(url)
-        if seen is not None and chosen in (None, seen.way):
+        if (seen := find(url)) and chosen in (None, seen.way):
             return seen
     return FoundWay(chosen or Way.PIP)
 
@@ -239,10 +238,10 @@ def _engine(metrics: WorkerMetrics, cures: Cures, vllm: str) -> Iterator[Diagnos
     if metrics.other_release:
         yield Diagnosis(False, metrics.other_release, cures.update(RELEASE), CANNOT)
     elif info is None and is_fork(f"{cures.found.image} {vllm}"):
-        yield Diagnosis(False, FORK, cures.release(), "no hits by Seamark")
+        yield Diagnosis(False, FORK, release_line(cures.found, "python3"), "no hits by Seamark")
         yield Diagnosis(True, f"{FORK_ALONE}; a gateway in shadow mode (`seamark serve --shadow`) counts the loss")
     elif info is None and not is_supported(vllm):
-        cure = f"{cures.release()}\n{cures.install()}"
+        cure = "\n".join((release_line(cures.found, "python3"), cures.install()))
         yield Diagnosis(False, f"the plugin leaves vLLM {vllm} untouched, as it knows {SUPPORTED}{alone}", cure, CANNOT)
     elif info is None:
         text = f"patches are not live: the plugin is not in this vLLM, or left it untouched (its log says why){alone}"

@@ -11,20 +11,10 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from proxy.commands import versions
 from proxy.commands.cures import release_line
 from proxy.commands.families import KnownFamily, family_of
 from proxy.commands.recipe import Recipe, RecipeKind
-from proxy.commands.versions import (
-    FORK,
-    FORK_ALONE,
-    FORK_SIGNS,
-    RELEASE,
-    SUPPORTED,
-    is_fork,
-    is_supported,
-    release_image,
-    tag_version,
-)
 from proxy.commands.ways import FoundWay, Way, environment_version, image_version
 
 # Methods of drafts with which the plugin gives hints.
@@ -36,19 +26,19 @@ NOT_SERVED = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector", "LMCa
 # Fields of drafts with which their number is not fixed.
 VARYING = ("num_speculative_tokens_per_batch_size", "enable_adaptive_verification")
 
-CACHING, NO_CACHING = "--enable-prefix-caching", "--no-enable-prefix-caching"
 DRAFTS, CONNECTOR = ("--speculative-config", "-sc"), ("--kv-transfer-config",)
 
-# Flags that went, and that nothing has to stand for: they are taken away. Those in `SWITCHES` have no value.
+# Flags that are taken away: they went, and nothing has to stand for them, but for the last. `SWITCHES` have no value.
 DROPPED: Mapping[str, str] = {
     "--mamba-cache-mode": "vLLM keeps states where hits can be resumed by itself",
     "--swap-space": "vLLM computes again what has no room",
     "--device": "vLLM finds it",
     "--disable-log-requests": "vLLM logs none unless it is told to",
     "--enable-reasoning": "--reasoning-parser is enough",
+    "--no-enable-prefix-caching": "without a prefix cache nothing can hit",
 }
 
-SWITCHES = (NO_CACHING, "--disable-log-requests", "--enable-reasoning")
+SWITCHES = ("--disable-log-requests", "--enable-reasoning", "--no-enable-prefix-caching")
 
 # Flags that went, with which vLLM does not start; variables that went, which it overlooks; and the flag in their place.
 REPLACED: Mapping[str, str] = {
@@ -70,7 +60,6 @@ _WAYS = {
     RecipeKind.LAUNCHER: Way.SPARK,
     RecipeKind.COMPOSE: Way.COMPOSE,
     RecipeKind.DOCKER: Way.DOCKER,
-    RecipeKind.CONTAINER: Way.DOCKER,
     RecipeKind.UNIT: Way.SYSTEMD,
 }
 
@@ -95,10 +84,9 @@ class Outlook(NamedTuple):
 
 def outlook(recipe: Recipe, version: str = "") -> Outlook:
     """`version`: of the recipe's vLLM, as `version_of` tells it; without one an image's tag is believed."""
-    dropped = {**DROPPED, NO_CACHING: "without a prefix cache nothing can hit"}
-    notes = [*recipe.notes, *(f"{flag} is to go: {why}" for flag, why in dropped.items() if recipe.has(flag))]
+    notes = [*recipe.notes, *(f"{flag} is to go: {why}" for flag, why in DROPPED.items() if recipe.has(flag))]
     went = sorted(REPLACED.keys() & recipe.environment.keys())
-    notes += [f"{name} has no effect on vLLM {SUPPORTED}: {REPLACED[name]} is in its place" for name in went]
+    notes += [f"{name} has no effect on vLLM {versions.SUPPORTED}: {REPLACED[name]} is in its place" for name in went]
     if recipe.has_rust_frontend:
         notes.append("its HTTP server is the one in Rust: no middleware, reports are read at a port of their own")
     variables = {**os.environ, **recipe.environment}
@@ -123,7 +111,7 @@ def _hits(recipe: Recipe, family: KnownFamily, source: str, known: str = "") -> 
     """What hits. `source`: what told the family; `known`: which vLLM it is, and what told that."""
     unit = recipe.value("--prefix-match-unit") or str(family.unit)
     written = "states are written inside the pass" if family.inside else "each state costs a forward pass"
-    when = "" if known else f" if its vLLM is {SUPPORTED}"
+    when = "" if known else f" if its vLLM is {versions.SUPPORTED}"
     verdict = f"will hit from request 2 on{when}: {family.states}, match unit {unit} tokens, {written}"
     if drafts := recipe.fields(*DRAFTS):
         told = " ".join(str(each) for each in (_method(drafts), drafts.get("num_speculative_tokens")) if each)
@@ -139,17 +127,18 @@ def _obstacles(recipe: Recipe, family: KnownFamily | None, version: str) -> Iter
     def obstacle(why: str, change: str, *, image: str = "", starts: bool = True) -> Outlook:
         return Outlook(False, f"no hits yet: {why}", change, image=image, starts=starts)
 
-    if signs := fork_signs(recipe):
+    if signs := versions.fork_signs((recipe.image, *recipe.builds), recipe.flags):
         unknown = [sign for sign in signs if sign.startswith("--") and sign not in recipe.builds]
         without = f" without {', '.join(unknown)}, which it does not know" if unknown else ""
-        verdict = f"no hits by Seamark: {FORK} ({', '.join(signs)})"
-        yield Outlook(False, verdict, _release(recipe, without), notes=[FORK_ALONE])
-    if not is_supported(version or tag_version(recipe.image)):
-        why = f"the plugin leaves {_vllm(recipe, version)} untouched; it knows {SUPPORTED}"
-        yield obstacle(why, _release(recipe), image=release_image(recipe.image))
+        verdict = f"no hits by Seamark: {versions.FORK} ({', '.join(signs)})"
+        yield Outlook(False, verdict, _release(recipe, without), notes=[versions.FORK_ALONE])
+    if not versions.is_supported(version or versions.tag_version(recipe.image)):
+        why = f"the plugin leaves {_vllm(recipe, version)} untouched; it knows {versions.SUPPORTED}"
+        yield obstacle(why, _release(recipe), image=versions.release_image(recipe.image))
     for flag, instead in REPLACED.items():
         if recipe.has(flag):
-            yield obstacle(f"vLLM {SUPPORTED} does not start with {flag}", f"give {instead} in its place", starts=False)
+            why = f"vLLM {versions.SUPPORTED} does not start with {flag}"
+            yield obstacle(why, f"give {instead} in its place", starts=False)
     connector = str(recipe.fields(*CONNECTOR).get("kv_connector", ""))
     if family and connector in NOT_SERVED:
         why = f"vLLM serves no hybrid model with {connector}"
@@ -176,25 +165,16 @@ def version_of(recipe: Recipe) -> str:
     return image_version(recipe.image) if recipe.image else environment_version(recipe.python)
 
 
-def fork_signs(recipe: Recipe) -> list[str]:
-    """What of a recipe is of the B12X fork of vLLM."""
-    flags = (sign.partition(" ") for sign in FORK_SIGNS if sign.startswith("--"))
-    given = [flag + space + value for flag, space, value in flags if recipe.has(flag) and value in recipe.value(flag)]
-    return [*filter(is_fork, (recipe.image, *recipe.builds)), *given]
-
-
 def _release(recipe: Recipe, without: str = "") -> str:
     """What to do for a vLLM that the plugin knows. `without`: flags."""
     way = _WAYS.get(recipe.kind, Way.PIP)
     found = FoundWay(Way.DOCKER if way is Way.SYSTEMD and recipe.image else way, recipe.name, recipe.image)
-    return f"take vLLM {RELEASE}{without}: {release_line(found, recipe.python)}"
+    return f"take vLLM {versions.RELEASE}{without}: {release_line(found, recipe.python)}"
 
 
 def _asking(recipe: Recipe) -> str:
     """A command that says which vLLM a recipe runs."""
-    if recipe.kind is RecipeKind.CONTAINER:
-        python = f"docker exec {shlex.quote(recipe.name)} python3"
-    elif image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
+    if image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
         python = f"{recipe.program} run --rm --entrypoint python3 {shlex.quote(image)}"
     else:
         python = recipe.python
@@ -203,7 +183,7 @@ def _asking(recipe: Recipe) -> str:
 
 def _vllm(recipe: Recipe, version: str) -> str:
     """Which vLLM it runs, and what says so; empty: not to be told."""
-    tagged, by = tag_version(recipe.image), "image" if recipe.image else "environment"
+    tagged, by = versions.tag_version(recipe.image), "image" if recipe.image else "environment"
     told = f"{version} (by its {by})" if version else tagged and f"{tagged} (by its image's tag)"
     return told and f"vLLM {told}"
 

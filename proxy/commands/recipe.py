@@ -18,7 +18,7 @@ from functools import cached_property
 from itertools import count
 from typing import Any
 
-from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, behind_serve, how_to_say, serve_line, start_of
+from proxy.commands.recipe_line import LAUNCHER, Start, how_to_say, start_of
 from proxy.commands.shell import Word
 from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
@@ -27,10 +27,11 @@ from proxy.http.json_body import loads
 GATEWAY_PORT = 8080  # unless the recipe takes it
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # where vLLM listens unless it is told otherwise; nothing listens here
 
-# In a line of a shell; the second is how vLLM was started before it had a command.
-SERVE = re.compile(r"(?<![\w./-])(?:[\w./-]*/)?vllm\s+serve(?=\s)|-m\s+vllm\.entrypoints\.openai\.api_server(?=\s)")
-
-DOCKER_RUN = re.compile(r"(?<![\w./-])(?:docker|podman)\s+(?:container\s+)?run(?=\s)")
+# In a line of a shell; the last is how vLLM was started before it had a command.
+STARTS = re.compile(
+    r"(?<![\w./-])(?:[\w./-]*/)?(?:vllm\s+serve|(?:docker|podman)\s+(?:container\s+)?run)(?=\s)"
+    r"|-m\s+vllm\.entrypoints\.(?:openai\.)?api_server(?=\s)"
+)
 
 
 class RecipeKind(StrEnum):
@@ -42,7 +43,6 @@ class RecipeKind(StrEnum):
     CONFIG = "a configuration file of vLLM"
     COMMAND = "a command of vLLM"
     DOCKER = "a command of Docker"
-    CONTAINER = "a container"
     UNIT = "a systemd unit"
 
 
@@ -58,9 +58,10 @@ class Recipe:
     listens: tuple[str, int] | None = None  # address and port of this machine, if they are not vLLM's own
     document: Any = None  # what a file of YAML holds
     text: str = ""  # of a command or a script
+    outside: Mapping[str, str] | None = None  # variables that the text is given; None: it is read without
     python: str = "python3"  # how it is called in vLLM's environment
     program: str = "docker"  # and Docker, or what stands for it
-    hidden_port: str = ""  # options in which a port is that is not seen here
+    is_published: bool = True  # at a port of this machine, by the recipe itself
     notes: Sequence[str] = ()  # what was read besides, and what is not seen here
 
     @property
@@ -79,9 +80,6 @@ class Recipe:
         """The port where clients find it."""
         if self.listens:
             return self.listens[1]
-        if self.hidden_port:
-            cure = how_to_say(self.hidden_port, self.source) if "$" in self.hidden_port else "write it as -p 8000:8000"
-            raise SettingsError(f"{self.source}: the port it publishes is not seen here ({self.hidden_port}); {cure}")
         port = self.value("--port") or str(DEFAULT_PORT)
         if (number := port_in(port)) is None:
             why = f"is not seen here; {how_to_say(port, self.source)}" if "$" in port else "is no port"
@@ -102,8 +100,7 @@ class Recipe:
     @cached_property
     def flags(self) -> dict[str, str]:
         """What vLLM is given by the name of a flag, in one spelling; of a flag that is given twice the last."""
-        config = self.document if self.kind is RecipeKind.CONFIG else {}
-        found = {flag_name(f"--{name}"): _as_text(value) for name, value in config.items()}
+        found: dict[str, str] = {}
         for argument, following in zip(self.arguments, [*self.arguments[1:], ""], strict=False):
             found.pop(flag_name(argument), None)  # so that the last one is behind all others
             found[flag_name(argument)] = argument.partition("=")[2] if "=" in argument else following
@@ -137,21 +134,10 @@ def flag_name(argument: str) -> str:
     return (name.replace("_", "-") if name.startswith("--") else name) + dot + field
 
 
-def _as_text(value: Any) -> str:
-    """A value of vLLM's own configuration as a command line has it."""
-    if isinstance(value, dict):
-        return json.dumps(value, default=str, skipkeys=True)
-    return "" if value is None else str(value)
-
-
-def published(port: Any, own: int) -> tuple[str, int] | None:
-    """Address and port of this machine that lead to a container's `own`, in each of Compose's spellings."""
-    if isinstance(port, Mapping):
-        names = ("host_ip", "published", "target", "protocol")
-        address, outer, inner, protocol = (str(port.get(name) or "") for name in names)
-    else:
-        spelt, _, protocol = str(port).partition("/")
-        address, outer, inner = ["", "", *spelt.rsplit(":", 2)][-3:]
+def published(port: str, own: int) -> tuple[str, int] | None:
+    """Address and port of this machine that lead to a container's `own`, as `docker run -p` spells it."""
+    spelt, _, protocol = port.partition("/")
+    address, outer, inner = ["", "", *spelt.rsplit(":", 2)][-3:]
     inside, outside = _ports(inner), _ports(outer)
     if protocol not in ("", "tcp") or own not in inside or len(inside) != len(outside):
         return None  # of several, Docker takes one that is free
@@ -173,39 +159,40 @@ def port_in(text: object) -> int | None:
 def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.environ) -> Recipe:
     """A script, or a line of one. `known`: the variables that it is given."""
     found = start_of(text, known, source)
-    if isinstance(found, Start):
+    run, arguments = found.run, [word.value for word in found.words]
+    if run is None:
         is_launched = any(word.value.endswith(LAUNCHER) for word in found.command[: found.behind])
-        kind = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND
-        arguments, notes = [word.value for word in found.words], [*_not_seen(found, found.words, text)]
-        return Recipe(kind, source, name, arguments, found.variables, text=text, python=found.python, notes=notes)
-    outside = {**known, **found.start.variables}
-    pairs = [each.partition("=") for each in found.given("-e", "--env")]
+        kind, notes = RecipeKind.LAUNCHER if is_launched else RecipeKind.COMMAND, [*_not_seen(found, found.words, text)]
+        recipe = Recipe(kind, source, name, arguments, found.variables, text=text, outside=known)
+        return replace(recipe, python=found.python, notes=notes)
+    outside = {**known, **run.start.variables}
+    pairs = [each.partition("=") for each in run.given("-e", "--env")]
     environment = {name: value if is_set else outside.get(name, "") for name, is_set, value in pairs}
-    arguments, notes = [word.value for word in found.serve.words], []
-    image = found.image.value
-    if found.image.unseen:
+    image, notes = run.image.value, [*_not_seen(run.start, [*run.options, *found.words], text)]
+    if run.image.unseen:
         notes.append(f"the image is {image}, which is not seen here; the plugin is put into what that is then")
         image = ""
-    notes += _not_seen(found.start, [*found.options, *found.serve.words], text)
-    recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text)
-    recipe = replace(recipe, program=found.program, notes=notes)
-    if "host" in found.given("--network", "--net"):
+    recipe = Recipe(RecipeKind.DOCKER, source, name, arguments, environment, image, text=text, outside=known)
+    recipe, networks = replace(recipe, program=run.program, notes=notes), run.given("--network", "--net")
+    if "host" in networks:
         return recipe
-    hiding, own = may_publish(found), port_in(recipe.value("--port") or DEFAULT_PORT)
-    if own and not hiding:
-        notes.append(f"it publishes no port; the one that is written here does: 127.0.0.1:{own}")
-        return replace(recipe, listens=("127.0.0.1", own))
-    found_at = (published(port, own) for port in found.given("-p", "--publish") if own)
-    listens = next(filter(None, found_at), None)
-    return replace(recipe, listens=listens, hidden_port="" if listens else hiding)
+    ports, own = run.given("-p", "--publish"), port_in(recipe.value("--port") or DEFAULT_PORT)
+    listens = next(filter(None, (published(port, own) for port in ports if own)), None)
+    hiding = [f"-p {port}" for port in ports if "$" in port] + [f"--network {each}" for each in networks]
+    hiding += [word.value for word in run.options if word.several or word.value in ("-P", "--publish-all")]
+    if hiding and not listens:
+        cure = how_to_say(where, source) if "$" in (where := ", ".join(hiding)) else "write it as -p 8000:8000"
+        raise SettingsError(f"{source}: the port it publishes is not seen here ({where}); {cure}")
+    if own is None or listens:
+        return replace(recipe, listens=listens)
+    notes.append(f"it publishes no port of vLLM's own {own}; these files do, at 127.0.0.1 for the gateway")
+    return replace(recipe, listens=("127.0.0.1", own), is_published=False)
 
 
-def may_publish(run: DockerRun) -> str:
-    """The options that say at which port it is found, if any do."""
-    given = [f"-p {port}" for port in run.given("-p", "--publish")]
-    given += [f"--network {name}" for name in run.given("--network", "--net")]
-    given += [word.value for word in run.options if word.several or word.value in ("-P", "--publish-all")]
-    return ", ".join(given)
+def docker_run(image: str, options: Sequence[str], entrypoint: Sequence[str], command: Sequence[str]) -> str:
+    """The line that starts a container of which this is told."""
+    given = [*options, *(f"--entrypoint={each}" for each in entrypoint[:1])]
+    return shlex.join(["docker", "run", "-d", *given, image, *entrypoint[1:], *command])
 
 
 def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
@@ -221,23 +208,9 @@ def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
             yield f"{name} depends on a condition in the script; what is said here is for the value that was read"
 
 
-def serves(text: str) -> bool:
-    return bool(SERVE.search(f" {text} "))
-
-
-def inner_arguments(words: Sequence[str], source: str, known: Mapping[str, str] | None = None) -> list[str]:
-    """Those of `vllm serve` in a container's words, of which an entrypoint may start it. `known`: its variables."""
-    if script := next(filter(serves, words), ""):
-        given = words[words.index(script) + 2 :]  # behind its $0
-        text = script.replace('"$@"', shlex.join(given))
-        return [word.value for word in serve_line(text, source, known).words]
-    if start := behind_serve(words):
-        return list(words[start:])
-    if "engine_patches" in words:
-        raise SettingsError(f"{source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
-    if not words:
-        raise SettingsError(f"{source}: nothing says which model vLLM serves; give the recipe or script that starts it")
-    return list(words[words[0] == "serve" :])
+def starts_vllm(text: str) -> bool:
+    """Whether there is a command in it that may."""
+    return bool(STARTS.search(f" {text} "))
 
 
 def environment_of(given: Any) -> dict[str, str]:

@@ -10,20 +10,18 @@ import os
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from proxy.commands.parser import Parser
-from proxy.commands.recipe import Recipe, RecipeKind, environment_of, inner_arguments, port_in, published, serves
+from proxy.commands.recipe import Recipe, RecipeKind, docker_run, environment_of, of_text, starts_vllm
 from proxy.commands.recipe_text import Tagged, TextLoader, field_of, fill_pattern, read_text, read_yaml
-from proxy.commands.ways import DEFAULT_PORT
 from proxy.errors import SettingsError
 
 NAMES = ("compose.yaml", "compose.yml", "docker-compose.yml", "docker-compose.yaml")
 OVERRIDES = tuple(f"{name}.override.{end}" for name in ("compose", "docker-compose") for end in ("yml", "yaml"))
-_WHOLE = ("command", "entrypoint")  # a later file replaces them; it adds to all others
+_WHOLE = ("entrypoint", "command")  # a later file replaces them; it adds to all others
 
 UNSET = re.compile("\ue000([^\ue001]*)\ue001")  # stands for a variable that is not set here
 
@@ -46,7 +44,6 @@ class ComposeService(NamedTuple):
 
     command: Sequence[str]  # `docker compose`, its options, and the files of the project
     fields: Mapping[str, Any]  # as they are spelt
-    is_published: bool  # at a port of this machine that is known
 
 
 def of_compose_line(given: str) -> Recipe:
@@ -67,14 +64,15 @@ def of_compose_line(given: str) -> Recipe:
 
 def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Sequence[str] = ()) -> Recipe:
     """`wanted`: services, or else all of them. `options`: of `docker compose`, but for its files."""
-    project = read_project(paths)
-    source = " and ".join(map(str, project.paths))
-    filled = {name: fill(_of_interest(each), project.known, source) for name, each in project.services.items()}
+    known = {**env_file(paths[0].with_name(".env"), os.environ), **os.environ}
+    paths = paths if len(paths) > 1 else _found_with(paths[0], known)
+    services, source = _services(paths), " and ".join(map(str, paths))
+    filled = {name: fill(_of_interest(each), known, source) for name, each in services.items()}
     asked = [name for name in filled if name in wanted]
     found = asked if len(asked) == 1 else [name for name in asked or filled if _runs_vllm(name, filled[name])]
     if len(found) > 1 and not asked:  # a plain `up` starts those without a profile
-        found = [name for name in found if not project.services[name].get("profiles")] or found
-    command = ["docker", "compose", *options, *(word for path in project.paths for word in ("-f", str(path.resolve())))]
+        found = [name for name in found if not services[name].get("profiles")] or found
+    command = ["docker", "compose", *options, *(word for path in paths for word in ("-f", str(path.resolve())))]
     if len(found) != 1:
         some = f"{', '.join(found[:5])}{', ...' if found[5:] else ''}"
         several = f"{len(found)} services with vLLM ({some})" if found else "no service that runs vLLM"
@@ -87,47 +85,24 @@ def of_compose(paths: Sequence[Path], wanted: Collection[str] = (), options: Seq
     environment: dict[str, str] = {}
     for each in field_of(service, "env_file", list, where):
         named = str(each.get("path") if isinstance(each, dict) else each)
-        environment |= env_file(project.paths[0].parent / named, project.known)
+        environment |= env_file(paths[0].parent / named, known)
     environment |= environment_of(field_of(service, "environment", dict, where))
     environment = {each: UNSET.sub("", value) for each, value in environment.items()}  # empty there, as Compose has it
-    arguments = _arguments(service, environment, where)
-    recipe = Recipe(RecipeKind.COMPOSE, str(project.paths[0]), name, arguments, environment, image)
-    shares_network, own = service.get("network_mode") == "host", port_in(recipe.value("--port") or DEFAULT_PORT)
-    ports = field_of(service, "ports", list, where)
-    listens = next(filter(None, (published(port, own) for port in ports if own and not shares_network)), None)
-    deciding = [image, recipe.model, *map(recipe.value, ("--port", "--host")), *(() if listens else map(str, ports))]
-    deciding += [each for each in arguments if each.startswith("{")]
+    options = [f"--env={each}={value}" for each, value in environment.items()]
+    ports = [*map(as_port, field_of(service, "ports", list, where))]
+    options += ["--network=host"] if service.get("network_mode") == "host" else [f"--publish={port}" for port in ports]
+    words = (as_words(service.get(each)) for each in _WHOLE)
+    recipe = of_text(docker_run(image, options, *words), where, name, {})
+    deciding = [image, recipe.model, *map(recipe.value, ("--port", "--host"))]
+    deciding += [*([] if recipe.is_published else ports), *(each for each in recipe.arguments if each.startswith("{"))]
     if unset := dict.fromkeys(UNSET.findall("\n".join(deciding))):
-        line = " ".join([*(f"{each}=..." for each in unset), "seamark setup", shlex.quote(recipe.source)])
+        line = " ".join([*(f"{each}=..." for each in unset), "seamark setup", shlex.quote(str(paths[0]))])
         raise SettingsError(f"{source}: what runs depends on {', '.join(unset)}, which is not set here; set it: {line}")
-    unset = dict.fromkeys(UNSET.findall("\n".join(arguments)))
+    unset = dict.fromkeys(UNSET.findall(recipe.text))
     notes = [f"{each} is not set here, and what is in it not seen" for each in unset]
-    notes += [f"{path} is merged in, as Compose does" for path in project.paths[1:]]
-    if not (listens or shares_network):
-        notes.append(f"it publishes no port of vLLM's own {recipe.port}; these files do, at 127.0.0.1 for the gateway")
-    place = ComposeService(command, project.services[name], shares_network or listens is not None)
-    own_place = None if shares_network else listens or ("127.0.0.1", recipe.port)
-    return replace(recipe, listens=own_place, notes=notes, document=place)
-
-
-def _arguments(service: Mapping[str, Any], environment: Mapping[str, str], where: str) -> list[str]:
-    """Those of `vllm serve`, with the container's variables, as far as they are seen."""
-    words = words_of_service(service)
-    arguments = inner_arguments(words, where, environment)
-    is_program = re.search(r"(?:^|/)(?:ba|da)?sh$|\.(?:sh|py)$", "".join(words[:1])) or service.get("entrypoint")
-    if arguments == words and is_program:
-        raise SettingsError(f"{where}: what {words[0]} starts is not seen here; write `vllm serve MODEL` and its flags")
-    with suppress(SettingsError):  # for what only a shell knows
-        arguments = [
-            each if UNSET.search(each) else UNSET.sub(r"${\1}", fill(each, environment, where)) for each in arguments
-        ]
-    model = Recipe(RecipeKind.COMPOSE, where, "", arguments).model
-    if not model:
-        raise SettingsError(f"{where}: nothing says which model vLLM serves; write it in `command:`")
-    if "$" in model:
-        cure = "write it out, or under `environment:`"
-        raise SettingsError(f"{where}: the model is the container's {model}, which is not seen here; {cure}")
-    return arguments
+    notes += [f"{path} is merged in, as Compose does" for path in paths[1:]]
+    recipe = replace(recipe, kind=RecipeKind.COMPOSE, source=str(paths[0]), text="")
+    return replace(recipe, notes=[*notes, *recipe.notes], document=ComposeService(command, services[name]))
 
 
 def _of_interest(service: Any) -> dict[str, Any]:
@@ -137,11 +112,8 @@ def _of_interest(service: Any) -> dict[str, Any]:
 def _runs_vllm(name: str, service: Mapping[str, Any]) -> bool:
     image = str(service.get("image", ""))
     is_vllm = "vllm" in (name if UNSET.search(image) else image).lower()
-    return serves(" ".join(words_of_service(service))) or (is_vllm and bool(service.get("command")))
-
-
-def words_of_service(service: Mapping[str, Any]) -> list[str]:
-    return [*as_words(service.get("entrypoint")), *as_words(service.get("command"))]
+    words = " ".join(word for each in _WHOLE for word in as_words(service.get(each)))
+    return starts_vllm(words) or (is_vllm and bool(service.get("command")))
 
 
 def as_words(given: Any) -> list[str]:
@@ -154,18 +126,8 @@ def as_words(given: Any) -> list[str]:
         raise SettingsError(f"a quote in the command `{str(given)[:64]}` is not closed") from None
 
 
-class Project(NamedTuple):
-    """What several files say together."""
-
-    paths: Sequence[Path]
-    known: Mapping[str, str]  # variables
-    services: Mapping[str, Any]
-
-
-def read_project(paths: Sequence[Path]) -> Project:
-    """Of one file, or of those of several `-f`. Raises `SettingsError`."""
-    known = {**env_file(paths[0].with_name(".env"), os.environ), **os.environ}
-    paths = paths if len(paths) > 1 else _found_with(paths[0], known)
+def _services(paths: Sequence[Path]) -> dict[str, Any]:
+    """Of all files together. Raises `SettingsError`."""
     services: dict[str, Any] = {}
     for path in paths:
         for document in read_yaml(read_text(path), str(path), TextLoader):
@@ -173,7 +135,7 @@ def read_project(paths: Sequence[Path]) -> Project:
             if "include" in document or any("extends" in each for each in own.values() if each):
                 raise SettingsError(f"{path}: `include:` and `extends:` are not read; {_CURE}")
             services = _merged(services, {str(name): _canonical(each) for name, each in own.items()})
-    return Project(paths, known, services)
+    return services
 
 
 def fill(value: Any, known: Mapping[str, str], source: str) -> Any:
@@ -195,7 +157,7 @@ def fill(value: Any, known: Mapping[str, str], source: str) -> Any:
         return {name: fill(inner, known, source) for name, inner in value.items()}
     if isinstance(value, list):
         return [fill(inner, known, source) for inner in value]
-    return fill_pattern(_VARIABLE, of, [value], source)[0] if isinstance(value, str) else value
+    return fill_pattern(_VARIABLE, of, value, source) if isinstance(value, str) else value
 
 
 def env_file(path: Path, known: Mapping[str, str] | None) -> dict[str, str]:
@@ -230,6 +192,14 @@ def _canonical(service: Any) -> Any:
     if isinstance(own, list):
         service = {**service, "environment": environment_of(own)}
     return {**service, "env_file": [files]} if isinstance(files, str) else service
+
+
+def as_port(port: Any) -> str:
+    """In the short one of Compose's two spellings."""
+    if not isinstance(port, Mapping):
+        return str(port)
+    address, outer, inner, protocol = (port.get(name) or "" for name in ("host_ip", "published", "target", "protocol"))
+    return f"{address}:{outer}:{inner}/{protocol}"
 
 
 def _found_with(path: Path, known: Mapping[str, str]) -> list[Path]:

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from proxy.commands import recipe as reading
 from proxy.commands import recipe_unit as systemd
-from proxy.commands.outlook import DROPPED
-from proxy.commands.recipe import EVERYWHERE, Recipe, RecipeKind, environment_of
+from proxy.commands.outlook import DROPPED, SWITCHES
+from proxy.commands.recipe import EVERYWHERE, STARTS, Recipe, RecipeKind, environment_of, starts_vllm
 from proxy.commands.recipe_compose import ComposeService, as_words
 from proxy.commands.recipe_text import Tagged, as_lines
 from proxy.commands.recipe_unit import Unit
-from proxy.commands.script_edits import HERE, OWN_NAME, TAKEN_AWAY, elsewhere, shell_of, with_flags, with_image
+from proxy.commands.script_edits import HERE, OWN_NAME, elsewhere, shell_of, with_flags, with_image
 from proxy.errors import SettingsError
 
 LIST = "seamark.sha256"  # as sha256sum writes and checks it
@@ -34,12 +33,9 @@ IMAGE = "seamark-worker"  # ends in the service's or container's name, and what 
 LABEL = "seamark.setup"  # of containers that were started from it
 WORKER = ["python3", "-m", "engine_patches", "worker"]  # the entrypoint of deploy/worker.Dockerfile
 
-# The same in a text.
-_WITHOUT = re.compile(
-    "|".join(
-        rf"\s+{flag.replace('-', '[-_]')}(?:[= ]\S+)?" if flag in DROPPED else rf"\s+{flag}" for flag in TAKEN_AWAY
-    )
-)
+# Those in a text.
+_TAKEN = (flag.replace("-", "[-_]") + r"(?![\w-])" + r"(?:[= ]\S+)?" * (flag not in SWITCHES) for flag in DROPPED)
+_WITHOUT = re.compile(rf"\s+(?:{'|'.join(_TAKEN)})")
 
 
 class RecipeFiles(NamedTuple):
@@ -105,7 +101,7 @@ def make_mod(source: Path, folder: Path) -> str:
 
 def _launcher(recipe: Recipe, places: Places) -> RecipeFiles:
     target = spark_checkout(places.spark)
-    text = with_flags(recipe.text, recipe, os.environ, mod=shlex.quote(str(places.out / MOD)))
+    text = with_flags(recipe.text, recipe, recipe.outside, mod=shlex.quote(str(places.out / MOD)))
     make, enter = make_mod(places.source, places.out), f"cd {shlex.quote(str(target))}"
     purpose = "Makes the mod with Seamark's plugin, and runs the command of spark-vllm-docker with it."
     start = _theirs(recipe, text, purpose, f"{make} || exit", f"{enter} || exit")
@@ -116,7 +112,7 @@ def _compose(recipe: Recipe, places: Places) -> RecipeFiles:
     project: ComposeService = recipe.document
     image = _image_of(recipe, places)
     service: dict[str, Any] = {"image": image, **_command_of_service(recipe), "labels": {LABEL: image}}
-    if not project.is_published:
+    if not recipe.is_published:
         service["ports"] = [f"127.0.0.1:{recipe.port}:{recipe.port}"]
     if "pull_policy" in project.fields:
         service["pull_policy"] = "never"
@@ -141,14 +137,14 @@ def _command_of_service(recipe: Recipe) -> dict[str, Any]:
     given = {name: recipe.document.fields.get(name) for name in ("entrypoint", "command")}
     for name, each in given.items():
         words = as_words(each)
-        if any(map(reading.serves, words)):
-            words = [with_flags(word, recipe) if reading.serves(word) else word for word in words]
+        if any(map(starts_vllm, words)):
+            words = [with_flags(word, recipe) if starts_vllm(word) else word for word in words]
             return {name: words} if given["entrypoint"] else {"entrypoint": words[:1], "command": words[1:]}
     texts = [each if isinstance(each, str) else shlex.join(as_words(each)) for each in given.values() if each]
     whole = f" {' '.join(texts)} "
-    found = reading.SERVE.search(whole) or re.match(r"\s+serve(?=\s)", whole)
+    found = STARTS.search(whole) or re.match(r"\s+serve(?=\s)", whole)
     text = _WITHOUT.sub("", whole[found.end() if found else 0 :]).strip()
-    if hidden := next((flag for flag in TAKEN_AWAY if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
+    if hidden := next((flag for flag in DROPPED if recipe.has(flag) and not _WITHOUT.search(whole)), ""):
         raise SettingsError(f"{recipe.source}: {hidden} stands in a variable; take it out there")
     if not recipe.has("--host"):  # vLLM alone listens to everybody, and the worker's command to its own machine
         text = f"{text} --host {EVERYWHERE}".strip()
@@ -161,35 +157,25 @@ def _docker(recipe: Recipe, places: Places) -> RecipeFiles:
     build = _build(places, image, recipe.program)
     if is_unit := isinstance(recipe.document, Unit):  # for which it is built before
         build = f'[ -n "$({recipe.program} images -q {image})" ] || {build}'
-    text = with_image(recipe, _outside(recipe), image, [f"--label={LABEL}={image}"], build, places.image)
+    text = with_image(recipe, image, [f"--label={LABEL}={image}"], build, places.image)
     purpose = "Runs your command with an image that has Seamark's plugin in it, and is built just before."
     start = _theirs(recipe, text, purpose)
     ended = [] if is_unit else ["end the container that runs now first: both want its name and its port"]
-    if recipe.kind is RecipeKind.CONTAINER:
-        ended = [f"end the container first: docker stop {recipe.name}; docker start {recipe.name} brings it back"]
     return _of_image({"start.sh": start}, image, recipe.program, notes=[*ended, *_folder(recipe)])
 
 
 def _command(recipe: Recipe, places: Places) -> RecipeFiles:
     """Of a vLLM that the user's own environment has, where the plugin is installed by hand."""
-    is_config = recipe.kind is RecipeKind.CONFIG  # which names the model
-    if is_config and (taken := [flag for flag in TAKEN_AWAY if recipe.has(flag)]):
+    if recipe.kind is RecipeKind.CONFIG and (taken := [flag for flag in DROPPED if recipe.has(flag)]):
         raise SettingsError(f"{recipe.source}: take {', '.join(taken)} out of it first: nothing hits with them")
-    text = with_flags(recipe.text, recipe, None if is_config else _outside(recipe))
-    install = _pip_install(recipe.python, places.source)
+    text = with_flags(recipe.text, recipe, recipe.outside)
+    pip = "uv pip" if recipe.python.startswith("uv ") else f"{recipe.python} -m pip"
+    install = f"{pip} install --no-deps {shlex.quote(str(places.source))}"
     purpose = f"{_safe_line(recipe.source)} with what hits are seen by. Seamark's plugin has to be there, once:"
     start = _theirs(recipe, text, purpose, f"#   {install}")
-    uninstall = f"{install.partition(' install')[0]} uninstall vllm-seamark"
-    undo = [f'echo "in vLLM\'s environment, if nothing else there needs it: {uninstall}"']
+    undo = [f'echo "in vLLM\'s environment, if nothing else there needs it: {pip} uninstall vllm-seamark"']
     notes = [f"once, in vLLM's environment: {install}", *_folder(recipe)]
-    return RecipeFiles({"worker.sh": start}, [] if recipe.python.startswith("uvx") else undo, notes)
-
-
-def _pip_install(python: str, folder: Path) -> str:
-    what = shlex.quote(str(folder))
-    if python.startswith("uvx"):
-        return f"uvx makes it anew each time, so put --with {what} behind uvx, or behind uv run, in worker.sh"
-    return f"{'uv pip' if python.startswith('uv ') else f'{python} -m pip'} install --no-deps {what}"
+    return RecipeFiles({"worker.sh": start}, undo, notes)
 
 
 def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
@@ -215,11 +201,6 @@ def _unit(recipe: Recipe, places: Places) -> RecipeFiles:
         *systemd.install_lines(unit, has_script=not is_plain),
     )
     return RecipeFiles(files, [systemd.ROOT, *systemd.undo_lines(unit), *made.undo], made.notes, run)
-
-
-def _outside(recipe: Recipe) -> Mapping[str, str]:
-    """The variables that its text is given."""
-    return recipe.document.known if isinstance(recipe.document, Unit) else os.environ
 
 
 def _theirs(recipe: Recipe, text: str, purpose: str, *lines: str) -> str:
@@ -296,6 +277,5 @@ _WRITERS = {
     RecipeKind.CONFIG: _command,
     RecipeKind.COMMAND: _command,
     RecipeKind.DOCKER: _docker,
-    RecipeKind.CONTAINER: _docker,
     RecipeKind.UNIT: _unit,
 }

@@ -24,17 +24,19 @@ _SAYING = ("echo", "printf", "grep", "pgrep", "pkill", "which", "type", "man", "
 
 # What starts a command where this machine's files and environments do not count.
 _ELSEWHERE = re.compile(
-    r"docker|podman|nerdctl|kubectl|oc|ssh|apptainer|singularity|enroot|lxc|incus|wsl|distrobox|toolbox"
+    r"docker|podman|nerdctl|kubectl|oc|ssh|apptainer|singularity|enroot|lxc|incus|wsl|distrobox|toolbox|uvx|tool"
 )
 
 # Of `docker run`, those without a value; letters can stand together. All others take the next word.
+_LETTERS = "ditPq"
 _SWITCHES = re.compile(
     "--(rm|init|detach|interactive|tty|privileged|read-only|publish-all|quiet|oom-kill-disable|no-healthcheck|sig-proxy"
-    "|disable-content-trust|use-api-socket|replace|rmi|env-host|no-hosts|no-hostname|unsetenv-all)|.*=.*",
-    re.S,
+    f"|disable-content-trust|use-api-socket|replace|rmi|env-host|no-hosts|no-hostname|unsetenv-all)|-[{_LETTERS}]?"
 )
-_LETTERS = "ditPq"
-_SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
+_SHORT = re.compile(f"-[{_LETTERS}]*([A-Za-z])=?(.*)", re.S)  # -p 80:80, -dp 80:80, -p80:80
+
+# What starts something else in a container than the image's own entrypoint does.
+_PROGRAM = re.compile(r"(?:^|/)(?:(?:ba|da|z|k|a)?sh|python[\d.]*)$|\.(?:sh|py)$")
 
 _IMAGE = re.compile(r"vllm|\$.*(?:image|img|container)|[^/]:[\w.-]+$|@sha256:", re.I)
 _NAMED = re.compile(r"\$\{?([A-Za-z_]\w*)")
@@ -45,6 +47,7 @@ _INSTEAD = {
     r"\b(ssh|kubectl|srun)\b": "no `vllm serve` that runs here; give what starts it on the machine where it does",
     "": "no `vllm serve` among its commands, and no `docker run`",
 }
+_INSTEAD_OF = {"compose": "the compose file", "vllm": "`vllm serve` of an environment that stays"}
 _NO_SHELL = re.compile(r"\.(ps1|bat|cmd|fish|py|json|toml|container)$|(Docker|Container|Make|just)file[^/]*$")
 
 
@@ -58,24 +61,22 @@ class Start(NamedTuple):
     variables: Mapping[str, str]  # that are set before it, and for it
     python: str  # how Python is called in its environment
     script: Script
+    is_container: bool
+    run: DockerRun | None = None  # of the container that it is in
 
     @property
     def words(self) -> Sequence[Word]:
         """The arguments."""
         return self.command[self.behind :]
 
-    @property
-    def is_container(self) -> bool:
-        return self.command[self.behind - 1].value == "run"
-
 
 class DockerRun(NamedTuple):
     start: Start
     options: Sequence[Word]
+    values: Sequence[tuple[str, str]]  # of options, by their names
     image: Word
     arguments: Sequence[Word]  # behind the image
-    serve: Start  # of vLLM in the container
-    is_shell: bool  # which a shell starts there
+    is_shell: bool = False  # which starts vLLM there
 
     @property
     def program(self) -> str:
@@ -87,11 +88,11 @@ class DockerRun(NamedTuple):
 
     def given(self, *names: str) -> list[str]:
         """What is given for an option."""
-        return [*options_of([word.value for word in self.options], names)]
+        return [value for name, value in self.values if name in names]
 
 
-def start_of(text: str, known: Mapping[str, str], source: str) -> Start | DockerRun:
-    """The one that starts vLLM. Raises `SettingsError` without one, or for what hides."""
+def start_of(text: str, known: Mapping[str, str] | None, source: str) -> Start:
+    """The one that starts vLLM. `known` is None: no variable is filled in. Raises `SettingsError`, also if it hides."""
     if _NO_SHELL.search(source) or re.match(r"#!.*(?:python|perl|node|fish|pwsh)", text):
         raise SettingsError(f"{source} is no script of a shell; give the line that starts vLLM, in quotes")
     starts = [*_starts(Script(text, known, source))]
@@ -101,12 +102,7 @@ def start_of(text: str, known: Mapping[str, str], source: str) -> Start | Docker
         containers = of_vllm if of_vllm or len(containers) < len(starts) else containers
     if len(containers) > 1:
         raise SettingsError(f"{source}: more than one `docker run` in it; setup takes one: give a copy that has one")
-    return _docker_run(containers[0]) if containers else _the_one(starts, text, source)
-
-
-def serve_line(text: str, source: str, known: Mapping[str, str] | None = None) -> Start:
-    """The one `vllm serve` of a text. Raises `SettingsError` without one. `known` is None: no variable is filled in."""
-    return _the_one([*_starts(Script(text, known, source))], text, source)
+    return _served(_docker_run(containers[0])) if containers else _the_one(starts, text, source)
 
 
 def _the_one(starts: Sequence[Start], text: str, source: str) -> Start:
@@ -118,9 +114,7 @@ def _the_one(starts: Sequence[Start], text: str, source: str) -> Start:
     (start,) = served
     for word, following in pairwise(start.command[: start.behind]):
         if _ELSEWHERE.fullmatch(name := Path(word.value).name):
-            cure = (
-                "the compose file" if following.value == "compose" else "what makes the container, or run setup there"
-            )
+            cure = _INSTEAD_OF.get(following.value, "what makes the container, or run setup there")
             raise SettingsError(f"{source}: `{name} {following.value}` starts vLLM, which is not read; give {cure}")
     return _with_a_model(start)
 
@@ -139,11 +133,13 @@ def _starts(script: Script, outer: ShellCommand | None = None, python: str = "py
         if names[0] in _SAYING:
             continue
         variables = {**script.variables, **command.variables}
-        if behind := _behind_run(names) or behind_serve(values):
-            own = _python(values[:behind], python)
-            yield Start(command.words, behind, outer or command, outer is not None, variables, own, script)
+        run = _behind_run(names)
+        if behind := run or behind_serve(values):
+            own, is_quoted = _python(values[:behind], python), outer is not None
+            yield Start(command.words, behind, outer or command, is_quoted, variables, own, script, run > 0)
         for number in [] if behind else _scripts_in(values):
-            inner = script.within(command.words[number], {**(script.known or {}), **variables})
+            word, *given = command.words[number:]
+            inner = script.within(word, {**(script.known or {}), **variables}, given)
             yield from _starts(inner, outer or command, python)
 
 
@@ -175,10 +171,7 @@ def _scripts_in(values: Sequence[str]) -> list[int]:
 
 def _python(words: Sequence[str], activated: str) -> str:
     """How Python is called where a command runs that begins with these words."""
-    names = [Path(word).name for word in words]
-    if "uvx" in names or ("uv" in names and {"--with", "tool"} & {*words}):
-        return "uvx --with vllm python"
-    if "uv" in names:
+    if "uv" in [Path(word).name for word in words]:
         return "uv run python"
     if "-m" in words:
         return words[words.index("-m") - 1]
@@ -198,43 +191,45 @@ def _is_of_vllm(start: Start) -> bool:
 
 def _docker_run(start: Start) -> DockerRun:
     words, at, hiding, source = start.words, 0, "", start.script.source
+    given: list[tuple[str, str]] = []
     while at < len(words):
-        option = words[at].value
+        option, following = words[at].value, [word.value for word in words[at + 1 : at + 2]]
         if words[at].several and not _IMAGE.search(option):
             hiding = hiding or option
-            at += 1
         elif not option.startswith("-"):
             break
         else:
-            has_value = (
-                not _SWITCHES.fullmatch(option) if option.startswith("--") else len(option[1:].lstrip(_LETTERS)) == 1
-            )
-            at += 1 + has_value  # the next word
+            short = _SHORT.fullmatch(option)
+            name, is_set, value = (f"-{short[1]}", short[2], short[2]) if short else option.partition("=")
+            takes_next = not is_set and not _SWITCHES.fullmatch(name)
+            given.append((name, "".join(following) if takes_next else value))
+            at += takes_next
+        at += 1
     options, left = words[:at], words[at + 1 :]
     if hiding and not (words[at:] and (_IMAGE.search(words[at].value) or behind_serve([word.value for word in left]))):
         cure = "write it as a word of its own: docker run ... vllm/vllm-openai:v0.33.0 ..."
         raise SettingsError(f"{source}: the image may be in {hiding}, which is not seen here; {cure}")
     if at >= len(words):
         raise SettingsError(f"{source}: `docker run` names no image; a comment between its lines would end it")
-    return _served(DockerRun(start, options, words[at], left, start, is_shell=False))
+    return DockerRun(start, options, given, words[at], left)
 
 
-def _served(run: DockerRun) -> DockerRun:
-    """With what starts vLLM in the container."""
+def _served(run: DockerRun) -> Start:
+    """What starts vLLM in the container."""
     script, words, values = run.start.script, run.arguments, [word.value for word in run.arguments]
     entrypoint = ["", *run.given("--entrypoint")][-1]
     for number in _scripts_in([entrypoint, *values]):
         told = dict(each.partition("=")[::2] for each in run.given("-e", "--env") if "=" in each)
-        starts = [*_starts(script.within(words[number - 1], told), run.start.outer)]
-        return run._replace(serve=_the_one(starts, values[number - 1], script.source), is_shell=True)
+        starts = [*_starts(script.within(words[number - 1], told, words[number:]), run.start.outer)]
+        return _the_one(starts, values[number - 1], script.source)._replace(run=run._replace(is_shell=True))
     skipped = behind_serve(values, entrypoint) or int(values[:1] == ["serve"] and not entrypoint)
-    name = Path(entrypoint or "".join(values[:1])).name
+    program = entrypoint or "".join(values[:1])
     if "engine_patches" in values:
         raise SettingsError(f"{script.source} has Seamark's plugin already; ask `seamark doctor --worker URL`")
-    if not skipped and (entrypoint or name in _SHELLS or name.startswith("python") or not values):
-        what = f"what {name} starts is not seen here" if name else "nothing says which model vLLM serves"
-        raise SettingsError(f"{script.source}: {what}; write `vllm serve MODEL` and its flags behind the image")
-    return run._replace(serve=_with_a_model(run.start._replace(command=words, behind=skipped)))
+    if not skipped and (entrypoint or _PROGRAM.search(program) or not values):
+        what = f"what {program} starts is not seen here" if program else "nothing says which model vLLM serves"
+        raise SettingsError(f"{script.source}: {what}; write `vllm serve MODEL` and its flags")
+    return _with_a_model(run.start._replace(command=words, behind=skipped, is_container=False, run=run))
 
 
 def _with_a_model(start: Start) -> Start:
@@ -249,7 +244,8 @@ def _with_a_model(start: Start) -> Start:
     if named and not last:
         raise SettingsError(f"{source}: the model is empty as it is read here; {how_to_say('', source)}")
     if last:
-        hiding = next((each for each in named[0].unseen if each.rpartition("/")[2] in last), "")
+        own = last if "$" in last else ""  # which nobody fills in
+        hiding = next((each for each in named[0].unseen if each.rpartition("/")[2] in last), own)
     else:
         hiding = next((each for word in words if word.several for each in word.unseen), "")
     if hiding:
@@ -268,14 +264,3 @@ def how_to_say(unseen: str, source: str, own: Container[str] = ()) -> str:
     if name and source == "the command":
         return f"write it out, or set it before: export {name[1]}=..."
     return "write it out in a copy, as a default (${1:-VALUE}) or a word, and give that to seamark setup"
-
-
-def options_of(values: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """What `docker run` is given for an option."""
-    for number, value in enumerate(values):
-        if short := _SHORT.fullmatch(value):
-            name, equals, behind = f"-{short[1]}", short[2], short[2].removeprefix("=")
-        else:
-            name, equals, behind = value.partition("=")
-        if name in names:
-            yield behind if equals else "".join(values[number + 1 : number + 2])

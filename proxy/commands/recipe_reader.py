@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from proxy.commands.recipe import DOCKER_RUN, SERVE, Recipe, RecipeKind, environment_of, of_text
+from proxy.commands.recipe import Recipe, RecipeKind, docker_run, environment_of, of_text, starts_vllm
 from proxy.commands.recipe_compose import of_compose, of_compose_line
-from proxy.commands.recipe_line import serve_line
 from proxy.commands.recipe_text import as_lines, field_of, fill_template, read_text, read_yaml
 from proxy.commands.recipe_unit import of_unit, unit_file
 from proxy.errors import SettingsError
@@ -20,7 +20,14 @@ from proxy.errors import SettingsError
 
 def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
     """A file, a line, or a container that Docker (`inspect`) knows. Raises `SettingsError` with what is missing."""
-    if SERVE.search(f" {given} ") or DOCKER_RUN.search(given):
+    try:
+        return _read(given, inspect)
+    except RecursionError:
+        raise SettingsError(f"{given[:256]}: its brackets and quotes are too many inside each other") from None
+
+
+def _read(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
+    if starts_vllm(given):
         return of_text(given, "the command", "")
     path = Path(os.path.expanduser(given))
     if not os.path.exists(path) and re.match(r"(?:sudo\s+)?(?:\S*/)?docker(?:-|\s+)compose(?:\s|$)", given):
@@ -50,8 +57,10 @@ def read_recipe(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) 
     if "command" in document:
         return _of_spark(document, path)
     if field_of(document, "model", str, given):
-        line = f"vllm serve --config {shlex.quote(str(path.absolute()))}"
-        return Recipe(RecipeKind.CONFIG, str(path), path.stem, (), document=document, text=line)
+        line, fields = f"vllm serve --config {shlex.quote(str(path.absolute()))}", document.items()
+        told = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in fields}
+        flags = [f"--{name}={value}" for name, value in told.items() if value != "null"]
+        return Recipe(RecipeKind.CONFIG, str(path), path.stem, flags, document=document, text=line)
     kinds = "`command:` (a recipe of spark-vllm-docker), no `services:` (compose) and no `model:` (vLLM's own"
     raise SettingsError(f"{given} has no {kinds} configuration)")
 
@@ -64,16 +73,13 @@ def _of_spark(document: Mapping[str, Any], path: Path) -> Recipe:
     command = fill_template(as_lines(document["command"]), field_of(document, "defaults", dict, source), source)
     field_of(document, "mods", list, source)
     known = environment_of(field_of(document, "env", dict, source))
-    line = serve_line(command, source, known)
-    arguments, environment = [word.value for word in line.words], {**known, **line.variables}
-    builds = tuple(map(str, field_of(document, "build_args", list, source)))
-    image = document["container"]
-    is_cut = as_lines(document["command"]) != document["command"]
-    notes = [
-        "a line that begins with - is read as more of the one before, and written so: no backslash says it"
-    ] * is_cut
-    recipe = Recipe(RecipeKind.SPARK, source, path.stem, arguments, environment, image, builds, document=document)
-    return replace(recipe, notes=notes)
+    recipe = of_text(command, source, path.stem, known)
+    environment, builds = {**known, **recipe.environment}, [*map(str, field_of(document, "build_args", list, source))]
+    if as_lines(document["command"]) != document["command"]:
+        note = "a line that begins with - is read as more of the one before, and written so: no backslash says it"
+        recipe = replace(recipe, notes=[note, *recipe.notes])
+    recipe = replace(recipe, kind=RecipeKind.SPARK, environment=environment, image=document["container"])
+    return replace(recipe, builds=builds, document=document, text="", python="python3")
 
 
 def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]) -> Recipe:
@@ -86,28 +92,22 @@ def _of_container(given: str, inspect: Callable[[str], Mapping[str, Any] | None]
         service, files = (labels.get(f"com.docker.compose.{name}") for name in ("service", "project.config_files"))
         if service and files:
             return of_compose([Path(each) for each in files.split(",")], [service])
-        name, line = str(told["Name"]).lstrip("/"), _docker_run(config, told["HostConfig"])
+        name, line = str(told["Name"]).lstrip("/"), _line(config, told["HostConfig"])
     except (KeyError, TypeError, AttributeError) as error:
         raise SettingsError(f"what Docker says of {given} is not understood ({type(error).__name__})") from None
-    return replace(of_text(line, f"the container {given}", name), kind=RecipeKind.CONTAINER)
+    recipe = of_text(line, f"the container {given}", name)
+    return replace(recipe, notes=[*recipe.notes, f"docker stop {name} ends it, docker start {name} brings it back"])
 
 
-# Of `docker run`: flags, and what Docker calls them and says without them.
-_OF_DOCKER_RUN = (
-    ("volume", "Binds"),
-    ("network", "NetworkMode", "default", "bridge"),
-    ("ipc", "IpcMode", "private", "shareable"),
-    ("runtime", "Runtime", "runc"),
-    ("shm-size", "ShmSize", 67108864),
-    ("memory", "Memory"),
-    ("ulimit", "Ulimits"),
-    ("device", "Devices"),
-    ("cap-add", "CapAdd"),
-    ("restart", "Restart", "no"),
+# Of `docker run`: flags, and what Docker calls them; and what it says without them.
+_FLAGS = (
+    "volume=Binds network=NetworkMode ipc=IpcMode runtime=Runtime shm-size=ShmSize memory=Memory ulimit=Ulimits "
+    "device=Devices cap-add=CapAdd restart=Restart"
 )
+_DEFAULTS = ("default", "bridge", "private", "shareable", "runc", 67108864, "no")
 
 
-def _docker_run(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
+def _line(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
     """The line by which a container was started, as far as `docker run` has a flag for it."""
     options = [f"--env={each}" for each in config.get("Env") or () if not each.startswith("PATH=")]
     for inside, places in (host.get("PortBindings") or {}).items():
@@ -117,15 +117,12 @@ def _docker_run(config: Mapping[str, Any], host: Mapping[str, Any]) -> str:
     told = {**host, "Restart": (host.get("RestartPolicy") or {}).get("Name")}
     told["Devices"] = [each["PathOnHost"] for each in host.get("Devices") or ()]
     told["Ulimits"] = [f"{each['Name']}={each['Soft']}:{each['Hard']}" for each in host.get("Ulimits") or ()]
-    for flag, key, *default in _OF_DOCKER_RUN:
+    for flag, _, key in (each.partition("=") for each in _FLAGS.split()):
         values = value if isinstance(value := told.get(key), list) else [value]
-        options += [f"--{flag}={each}" for each in values if each and each not in default]
+        options += [f"--{flag}={each}" for each in values if each and each not in _DEFAULTS]
     options += ["--privileged"] if host.get("Privileged") else []
     for request in host.get("DeviceRequests") or ():
         if any("gpu" in names for names in request.get("Capabilities") or ()):
             ids = request.get("DeviceIDs")
             options.append(f'--gpus="device={",".join(ids)}"' if ids else "--gpus=all")
-    entrypoint = list(config.get("Entrypoint") or ())
-    options += [f"--entrypoint={each}" for each in entrypoint[:1]]
-    words = [*entrypoint[1:], *(config.get("Cmd") or ())]
-    return shlex.join(["docker", "run", "-d", *options, str(config["Image"]), *words])
+    return docker_run(str(config["Image"]), options, config.get("Entrypoint") or (), config.get("Cmd") or ())

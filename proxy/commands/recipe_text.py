@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from proxy.errors import SettingsError
 
 MOST_BYTES = 2**17  # of a file; one that people run has some 2,000
 MOST_FILLED = 2**20  # characters that what is in such a file may stand for
-MOST_LEVELS, VALUE_COST = 100, 50  # of YAML: values inside each other, and what one counts beside its characters
+VALUE_COST = 50  # what a value of YAML counts beside its characters
 
 # Of Python's format, which also takes widths of any size.
 _PLACEHOLDER = re.compile(r"(\{\{|\}\})|\{([^{}]{0,200})\}|[{}]")
@@ -37,25 +38,22 @@ def read_text(path: Path, errors: str = "strict") -> str:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML comes without types
-    """Reads until there is too much, an alias (`*name`) being as long as what it stands for."""
+    """Takes no document that is too much, an alias (`*name`) being as long as what it stands for."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._levels, self._left = MOST_LEVELS, MOST_FILLED
-        self._costs: dict[int, int] = {}
-
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
-        before, is_alias = self._left, self.check_event(yaml.AliasEvent)
-        self._levels -= 1
-        node = super().compose_node(parent, index) if self._levels else None
-        self._levels += 1
-        # One that stands for what it is a part of has no end.
-        if node is not None:
-            self._left -= self._costs.get(id(node), MOST_FILLED) if is_alias else VALUE_COST + len(node.value)
-            self._costs[id(node)] = before - self._left
-        if node is None or self._left < 0:
-            raise SettingsError("its values are too many, each alias written out, or too many inside each other")
+    def compose_document(self) -> yaml.Node:
+        node = super().compose_document()
+        if _size(node, {}) > MOST_FILLED:
+            raise SettingsError("its values are too many, each alias written out")
         return node
+
+
+def _size(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
+    if node not in sizes:
+        sizes[node] = MOST_FILLED  # what is a part of itself has no end
+        inner = [*chain(*node.value)] if isinstance(node, yaml.MappingNode) else node.value
+        own = [_size(each, sizes) for each in inner] if isinstance(node, yaml.CollectionNode) else [len(inner)]
+        sizes[node] = VALUE_COST + sum(own)
+    return sizes[node]
 
 
 class Tagged(NamedTuple):
@@ -126,13 +124,11 @@ def fill_template(template: str, values: Mapping[str, Any], source: str) -> str:
             raise SettingsError(f"{source}: `command:` wants {found[0]}, which `defaults:` has not")
         return str(values[found[2]])
 
-    return fill_pattern(_PLACEHOLDER, value, [template], source)[0]
+    return fill_pattern(_PLACEHOLDER, value, template, source)
 
 
-def fill_pattern(
-    what: re.Pattern[str], value: Callable[[re.Match[str]], str], texts: Iterable[str], source: str
-) -> list[str]:
-    """Texts with each match filled. Raises `SettingsError` where that is too much."""
+def fill_pattern(what: re.Pattern[str], value: Callable[[re.Match[str]], str], text: str, source: str) -> str:
+    """A text with each match filled. Raises `SettingsError` where that is too much."""
     left = MOST_FILLED
 
     def bounded(found: re.Match[str]) -> str:
@@ -143,4 +139,4 @@ def fill_pattern(
             raise SettingsError(f"{source}: what it is filled with has more than {MOST_FILLED:,} characters")
         return told
 
-    return [what.sub(bounded, text) for text in texts]
+    return what.sub(bounded, text)

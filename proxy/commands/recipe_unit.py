@@ -9,13 +9,13 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from proxy.commands.recipe import Recipe, RecipeKind, of_text
+from proxy.commands.recipe import Recipe, RecipeKind, of_text, starts_vllm
 from proxy.commands.recipe_compose import env_file
 from proxy.commands.recipe_text import read_text
 from proxy.errors import SettingsError
@@ -23,8 +23,6 @@ from proxy.errors import SettingsError
 SYSTEM_UNITS, USER_UNITS = "/etc/systemd/system", "~/.config/systemd/user"
 DROP_IN, SCRIPT = "seamark.conf", "seamark.sh"
 ROOT = 'if [ "$(id -u)" = 0 ]; then sudo=; else sudo=sudo; fi'  # for the lines of this module
-
-_STARTS = re.compile(r"vllm\s+serve\s|vllm\.entrypoints\.|\b(?:docker|podman)\s+(?:container\s+)?run\s")
 
 _CHANGED = re.compile(r"(?m)^(?:#|Environment|Documentation|ExecStart|DynamicUser|ProtectHome|WantedBy).*\n")
 
@@ -36,7 +34,6 @@ class Unit(NamedTuple):
     kind: RecipeKind  # of what it starts
     script: str  # that it starts, as it is spelt; empty: a command
     script_path: Path
-    known: Mapping[str, str]  # variables
 
 
 def unit_file(path: Path) -> Path | None:
@@ -87,13 +84,13 @@ def of_unit(path: Path, name: str) -> Recipe:
     notes += [f"{each} is read with it" for each in drop_ins]
     outside = {**(os.environ if missing else {}), **known}
     text, script, script_path = specified(command).replace("$$", "$"), "", path
-    if not _STARTS.search(f"{text} "):
+    if not starts_vllm(text):
         folder = specified("".join(settings.get("WorkingDirectory", [])[-1:])).lstrip("-")
         script, command = _script(text, folder, source), specified(command)
         script_path = Path(folder, script).absolute()
         text = read_text(script_path)
     inner = of_text(text, source, path.stem, outside)
-    unit = Unit(name, prefix, command, inner.kind, script, script_path, outside)
+    unit = Unit(name, prefix, command, inner.kind, script, script_path)
     own = {**known, **inner.environment} if inner.kind is RecipeKind.COMMAND else inner.environment
     program, notes = inner.program.rpartition("/")[2], [*inner.notes, *notes]
     return replace(inner, kind=RecipeKind.UNIT, program=program, environment=own, document=unit, notes=notes)

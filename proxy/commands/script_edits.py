@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from proxy.commands.cures import EVENTS_FLAG, NEEDED
-from proxy.commands.outlook import DROPPED, NO_CACHING, SWITCHES
-from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name, may_publish
-from proxy.commands.recipe_line import LAUNCHER, DockerRun, Start, serve_line, start_of
-from proxy.commands.shell import Script, ShellCommand, Word
+from proxy.commands.outlook import DROPPED, SWITCHES
+from proxy.commands.recipe import EVERYWHERE, Recipe, flag_name
+from proxy.commands.recipe_line import LAUNCHER, Start, start_of
+from proxy.commands.shell import ShellCommand, Word
 from proxy.errors import SettingsError
 
-# Not to be given to what serves in their place, which has them by itself or has no use for them.
-TAKEN_AWAY = (*DROPPED, NO_CACHING)
-
-OWN_NAME = "SEAMARK_OF"  # in place of $0, which is another file's name now
-_OWN_NAME = re.compile(r"\$(\{?)(?:0|BASH_SOURCE(?:\[0\])?)")
+# In place of what is another file's name now, where that is asked for its folder; a $0 of awk is none.
+OWN_NAME = "SEAMARK_OF"
+_OWN_NAME = re.compile(r"""\$(\{?)(?:BASH_SOURCE(?:\[0\])?|(?<=\{)0|(?<="\$)0(?=")|(?<=(?:name|path) \$)0)""")
 
 # Names of files by the folder that a script is run in, but in a comment.
 HERE = re.compile(r"^(?!\s*#).*(?:(?<![^\s\"'=:])\.{1,2}/|\$\{?PWD\b|\$\(pwd\)|build\s.*\s\.(?:\s|$))", re.M)
@@ -36,7 +33,7 @@ class Edits:
     def replace(self, start: int, end: int, text: str) -> None:
         self._edits.add((start, end, text))
 
-    def cut_flags(self, words: Sequence[Word], names: Sequence[str] = TAKEN_AWAY) -> None:
+    def cut_flags(self, words: Sequence[Word], names: Collection[str] = DROPPED.keys()) -> None:
         """With their values."""
         taken: set[int] = set()
         for number, word in enumerate(words):
@@ -66,7 +63,7 @@ class Edits:
 def with_flags(text: str, recipe: Recipe, known: Mapping[str, str] | None = None, mod: str = "") -> str:
     """A text with its one `vllm serve`, which gets what is needed; `mod`: which spark-vllm-docker is to apply."""
     edits = Edits(text, recipe.source)
-    line = serve_line(text, recipe.source, known)
+    line = start_of(text, known, recipe.source)
     _give(edits, line, recipe)
     for word in line.command[: line.behind] if mod else ():
         if word.value.endswith(LAUNCHER):
@@ -84,36 +81,30 @@ def _give(edits: Edits, line: Start, recipe: Recipe) -> None:
     edits.put(end, "".join(f" \\\n    {flag}" if is_plain else f" {flag}" for flag in added))
 
 
-def with_image(
-    recipe: Recipe, known: Mapping[str, str], image: str, options: Sequence[str], build: str, instead: str
-) -> str:
+def with_image(recipe: Recipe, image: str, options: Sequence[str], build: str, instead: str) -> str:
     """A script whose `docker run` has the image that `build` makes of the one it had, or of `instead`, just before."""
     text = recipe.text
-    run = start_of(text, known, recipe.source)
-    assert isinstance(run, DockerRun)  # noqa: S101  # as its recipe says
+    serve = start_of(text, recipe.outside, recipe.source)
+    run = serve.run
+    assert run is not None  # noqa: S101  # as its recipe says
     edits = Edits(text, recipe.source)
-    options = [*options, *([] if may_publish(run) else [f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"])]
+    options = [*options, *([] if recipe.is_published else [f"--publish 127.0.0.1:{recipe.port}:{recipe.port}"])]
     edits.cut_flags(run.options, ("--pull",))
     if run.is_shell:
-        _give(edits, run.serve, recipe)
+        _give(edits, serve, recipe)
         if not run.given("--entrypoint"):
             options.append(f"--entrypoint {run.arguments[0].value}")
             edits.cut(run.arguments[:1])
     else:
         edits.cut_flags(run.options, ("--entrypoint",))
-        edits.cut(run.arguments[: run.serve.behind])
-        edits.cut_flags(run.serve.words)
+        edits.cut(run.arguments[: serve.behind])
+        edits.cut_flags(serve.words)
         if not recipe.has("--host"):  # vLLM alone listens to everybody, and the worker's command to its own machine
-            first, host = run.serve.words[0], f"--host {EVERYWHERE}"
+            first, host = serve.words[0], f"--host {EVERYWHERE}"
             is_flag = first.value.startswith("-")
             edits.put(first.place[0] if is_flag else first.place[1], f"{host} " if is_flag else f" {host}")
     edits.put(run.start.command[run.start.behind - 1].place[1], "".join(f" {option}" for option in options))
-    base = text[slice(*run.image.place)]
-    if instead and "$" in base and text.count(run.image.value) == 1:
-        at = text.index(run.image.value)
-        edits.replace(at, at + len(run.image.value), instead)
-    elif instead:
-        base = instead
+    base = instead or text[slice(*run.image.place)]
     if not run.image.is_whole:
         raise SettingsError(f"{recipe.source}: the image is part of {base}; write it behind `docker run` itself")
     edits.replace(*run.image.place, image)
@@ -126,9 +117,7 @@ def with_image(
 def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:
     """What comes before a command, and has to have worked."""
     start, end = command.place
-    if command.before == "&&":
-        edits.put(start, f"{build} && ")
-    elif command.before in ("||", "|", "|&", "!", "time"):
+    if command.before in ("&&", "||", "|", "|&", "!", "time"):
         edits.put(start, f"{{ {build} && ")
         edits.put(end, "; }")
     else:
@@ -138,12 +127,7 @@ def _before(edits: Edits, command: ShellCommand, build: str, text: str) -> None:
 
 def elsewhere(text: str) -> str:
     """A script that is run from another file, before which OWN_NAME is set to its own."""
-    script = Script(text, {}, "the script")
-    deque(script.commands(), maxlen=0)
-    for start in sorted(script.own_names, reverse=True):
-        if found := _OWN_NAME.match(text, start):
-            text = f"{text[:start]}${{{OWN_NAME}{'' if found[1] else '}'}{text[found.end() :]}"
-    return text
+    return _OWN_NAME.sub(lambda found: f"${{{OWN_NAME}{'' if found[1] else '}'}", text)
 
 
 def shell_of(text: str) -> str:

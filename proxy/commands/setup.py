@@ -210,7 +210,7 @@ def undo_script(places: Places, undo: Sequence[str]) -> str:
     """Runs `undo`, and removes the files that are as they were made, this script among them, and folders left empty."""
     commands = [f"{each} || true" if each.startswith(("docker", "podman")) else each for each in undo]
     return script(
-        "As it was before `seamark setup`: end the gateway and this recipe's vLLM first (Ctrl-C).",
+        "As it was before `seamark setup`. First end what run.sh runs in a terminal (Ctrl-C); units are ended here.",
         f"# {LIST} says what was made, and how. What has changed since, or came from elsewhere, stays.",
         f"cd {shlex.quote(str(places.out))}",
         *commands,

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from proxy.commands.recipe_text import MOST_FILLED, MOST_LEVELS
+from proxy.commands.recipe_text import MOST_FILLED
 from proxy.errors import SettingsError
 
 _BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n)*+")
@@ -51,10 +51,8 @@ class _Expansion(NamedTuple):
 class Script:
     """`known`: variables that are set outside; None: none is expanded. `at`: of a text within a script."""
 
-    def __init__(
-        self, text: str, known: Mapping[str, str] | None, source: str, at: Sequence[int] = (), level: int = 0
-    ) -> None:
-        self._text, self.known, self.source, self._level = text, known, source, level
+    def __init__(self, text: str, known: Mapping[str, str] | None, source: str, at: Sequence[int] = ()) -> None:
+        self._text, self.known, self.source = text, known, source
         self._places = at or range(len(text) + 1)
         self._at = self._start = self._depth = 0
         self._left = MOST_FILLED
@@ -63,7 +61,6 @@ class Script:
         self._conditional: set[str] = set()  # variables that are set by a condition alone
         self.names: dict[str, Sequence[Word] | None] = {}  # variables and arrays that are set so far; None: not seen
         self.ambiguous: dict[str, None] = {}  # those that may hold something else, by a condition
-        self.own_names: list[int] = []  # where it names itself, by which it finds files beside it
         self.sourced: list[str] = []  # files of which nothing is seen
 
     @property
@@ -71,13 +68,14 @@ class Script:
         """What is set so far."""
         return {name: words[0].value for name, words in self.names.items() if words and name != "@"}
 
-    def within(self, word: Word, known: Mapping[str, str]) -> Script:
-        """The script that a word holds, for another shell."""
-        return Script(word.value, None if self.known is None else known, self.source, word.at, self._level + 1)
+    def within(self, word: Word, known: Mapping[str, str], given: Sequence[Word]) -> Script:
+        """The script that a word holds, for another shell. `given`: behind it, its name and its arguments."""
+        script = Script(word.value, None if self.known is None else known, self.source, word.at)
+        script.names["@"] = given[1:]
+        return script
 
     def commands(self, close: str = "") -> Iterator[ShellCommand]:
         """In their order, with those of substitutions before. Raises `SettingsError` for what is not closed."""
-        self._go_deeper()
         text, before = self._text, "\n"
         while self._next() not in ("", close):
             if text[self._at] == "#":
@@ -101,12 +99,6 @@ class Script:
                 if command.words and before not in ("for", "select", "case"):
                     yield command
                 before = ""
-        self._level -= 1
-
-    def _go_deeper(self) -> None:
-        self._level += 1
-        if self._level > MOST_LEVELS:
-            raise SettingsError(f"{self.source}: its brackets and quotes are too many inside each other")
 
     def _substitution(self) -> None:
         self._close("(")
@@ -244,14 +236,12 @@ class Script:
             return _Expansion(None, False, is_quoted)
         self._at = found.end()
         name, operator, other = found[1] or found[3], found[6], None
-        self.own_names += [start] if name in ("0", "BASH_SOURCE") and not found[2] else []
         is_array = name in ("@", "*") or found[4] in ("[@]", "[*]")
         if found[3]:
-            self._go_deeper()
             begin = self._start
             other = self._read("}", is_quoted)[0]
             self._close("}")
-            self._start, self._level = begin, self._level - 1
+            self._start = begin
             if found[2] or (other.value and not operator) or (found[4] and not is_array):
                 return _Expansion(None, is_array, is_quoted)
         words = self._held(name, (self._places[start], self._places[self._at])) if self.known is not None else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 
 # As the plugin's settings have them.
 SUPPORTED, IMAGE = "0.31 to 0.33", "vllm/vllm-openai:v0.33.0"
@@ -57,3 +58,10 @@ def is_supported(version: str) -> bool:
 def is_fork(name: str) -> bool:
     """Whether an image's name, a version or a flag of a build is of the B12X fork."""
     return any(sign in name.lower() for sign in FORK_SIGNS if not sign.startswith("--"))
+
+
+def fork_signs(names: Iterable[str], flags: Mapping[str, str]) -> list[str]:
+    """What of images, builds and flags of vLLM is of the B12X fork."""
+    signs = (sign.partition(" ") for sign in FORK_SIGNS if sign.startswith("--"))
+    given = [flag + space + value for flag, space, value in signs if flag in flags and value in flags[flag]]
+    return [*filter(is_fork, names), *given]

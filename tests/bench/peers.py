@@ -16,8 +16,7 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
-from proxy.bench.harness.servers import CACHE, Server, Servers
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import CACHE, Server, Servers, free_port
 from tests.harness.mock_worker import MODEL
 
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from proxy.bench.harness.servers import MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import MODEL_NAME, NEMOTRON_H, Server, Servers, free_port, generated_model
 from proxy.pipeline.prefill import Prefills
 from tests.harness.gateways import CHAT, OwnGateway, knows_templates, metric, own_gateway
 from tests.harness.two_round_chats import Chat, two_round_chats

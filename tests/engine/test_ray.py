@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, Servers
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, Servers, free_port
 from tests.harness import versions
 from tests.harness.engines import CPU_PROCESS
 from tests.harness.ray_workers import FOUND, SETTINGS

@@ -11,9 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, Servers
+from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, Servers, free_port
 from proxy.commands import setup
-from proxy.commands.render_server import free_port
 
 SYSTEM = "You are the harbour master. " * 40
 

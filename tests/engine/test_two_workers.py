@@ -15,9 +15,8 @@ import pytest
 from proxy.bench.harness import exact
 from proxy.bench.harness.client import MIN_TOKENS, Messages, ask, open_client, tokens_of
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, ENGINE_FLAGS, MODEL_NAME, Server, generated_model
+from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, ENGINE_FLAGS, MODEL_NAME, Server, free_port, generated_model
 from proxy.boundaries.divergence import common_prefix
-from proxy.commands.render_server import free_port
 from tests.harness.gateways import CHAT, knows_templates, metric
 from tests.harness.waiting import until, wait_for
 

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from proxy.bench import mine
+from proxy.bench.harness.servers import free_port
 from proxy.bench.mine import AskedRequest, MinedReply, Stack
 from proxy.bench.shapes import SHAPES, text_of
 from proxy.boundaries.divergence import common_prefix
-from proxy.commands.render_server import free_port
 from tests.harness.recording_worker import serving
 
 TOKEN = b'data: {"choices": [{"index": 0, "delta": {"content": "Tide."}}]}\n\n'

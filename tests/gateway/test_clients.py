@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from proxy.bench.harness.servers import CACHE, Server, Servers
+from proxy.bench.harness.servers import CACHE, Server, Servers, free_port
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
-from proxy.commands.render_server import free_port
 from tests.harness.fake_engine import template
 from tests.harness.gateways import metric, start_gateway
 from tests.harness.recording_worker import USAGE, Stream, recorded, recording_worker

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from proxy.bench.harness.servers import free_port
 from proxy.commands import doctor
-from proxy.commands.render_server import free_port
 from proxy.fleet import discovery
 from proxy.fleet.worker import BREAKER_FAILURES
 from proxy.http.client import Refused, Silent, Unreachable

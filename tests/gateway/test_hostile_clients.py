@@ -17,8 +17,7 @@ import httptools
 import httpx
 import pytest
 
-from proxy.bench.harness.servers import Server, Servers
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import Server, Servers, free_port
 from tests.bench import attacks, fuzz_framing
 from tests.bench.fuzz import GATEWAY_FLAGS, Run, fuzz, render
 from tests.bench.fuzz_cases import REFUSED, Case, case, name_of

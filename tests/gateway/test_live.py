@@ -14,9 +14,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from proxy.bench.harness.servers import Server, Servers
+from proxy.bench.harness.servers import Server, Servers, free_port
 from proxy.commands import boundary, doctor
-from proxy.commands.render_server import free_port
 from proxy.fleet.pool import MOST_CAUSES
 from proxy.observability import reasons
 from proxy.observability.reasons import REASON_TEXT

@@ -23,9 +23,8 @@ import httpx
 import pytest
 import redis as redis_client
 
-from proxy.bench.harness.servers import Server, Servers
+from proxy.bench.harness.servers import Server, Servers, free_port
 from proxy.chat.chat import RESPONSES
-from proxy.commands.render_server import free_port
 from proxy.routing import redis_sync
 from tests.harness.api_keys import bearer
 from tests.harness.gateways import GatewayForks, chat, metric, post, start_gateway

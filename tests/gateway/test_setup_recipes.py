@@ -168,7 +168,7 @@ def test_two_recipes_of_one_name_share_nothing_and_what_runs_goes_on_without_sea
 def test_a_container_is_run_again_as_docker_tells_it_and_what_it_says_is_no_shell(machine, capsys):
     machine.answer("docker", **{"inspect --format": "true", "inspect": json.dumps([INSPECTED])})
     assert machine.setup("qwen36") == 0, capsys.readouterr().err
-    assert "a container for nvidia/qwen3.6-35b" in (out := capsys.readouterr().out.lower()) and "hf_secret" not in out
+    assert "docker for nvidia/qwen3.6-35b" in (out := capsys.readouterr().out.lower()) and "hf_secret" not in out
     assert (machine.out / "seamark.toml").read_text() == gateway_toml("http://192.168.1.5:8010", "192.168.1.5")
     assert (machine.out / "start.sh").stat().st_mode & 0o077 == 0  # it holds the token
     assert "docker stop qwen36" in out and "docker start qwen36" in out  # by the user, before and after

@@ -20,8 +20,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness.counters import samples_of
-from proxy.bench.harness.servers import Server, Servers
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import Server, Servers, free_port
 from proxy.routing.prefix_index import ENTRY_BYTES
 from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings

@@ -19,7 +19,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Error, Page, expect, sync_playwright
 
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import free_port
 from tests.harness.api_keys import bearer, secret
 from tests.harness.gateways import CHAT, OwnGateway, chat, compared, own_gateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import httpx
 import uvicorn
 
-from proxy.bench.harness.servers import Server, Servers
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import Server, Servers, free_port
 from proxy.pipeline.gateway import Gateway
 from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings

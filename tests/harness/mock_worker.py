@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 import uvloop
 
-from proxy.bench.harness.servers import Server, Servers
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import Server, Servers, free_port
 from tests.harness.raw_worker import Connection, Head, chunk, page, whole
 
 MODEL = "m"

@@ -23,8 +23,7 @@ from engine_patches.disk.files import SUFFIX
 from proxy.bench.harness.client import CHAT, COMPLETION, open_client
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.prompts import prose
-from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, free_port
 from tests.harness.api_keys import bearer, entry
 from tests.harness.dashboards import Query, queries
 from tests.harness.engines import SharedServers

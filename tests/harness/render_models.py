@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from proxy.commands.render_server import free_port
+from proxy.bench.harness.servers import free_port
 
 VOCABULARY = 4096
 
@@ -81,7 +81,7 @@ def write_render_model(out: Path, config: Path, markers: Iterable[str]) -> Path:
 def render_server(model: Path) -> Iterator[str]:
     """vLLM's render server for `model`, which takes a chat template with each request; its address."""
     port = free_port()
-    command = [sys.executable, "-m", "proxy.commands.render_server", "--model", str(model), "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "tests.harness.launch_render", "--model", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--enable-scale-out", "--served-model-name", "m"]
     command += ["--trust-request-chat-template", "--max-model-len", "200000"]
     command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]

@@ -7,7 +7,9 @@ import hashlib
 import importlib
 import importlib.util
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-
-from proxy.commands.render_server import free_port
 
 MODEL_NAME = "tiny-hybrid"
 START_SECONDS, STOP_SECONDS = 420.0, 20.0
@@ -50,6 +50,21 @@ NEMOTRON_H, QWEN3_NEXT = "nemotron_h", "qwen3_next"
 
 # Match unit (tokens) that the plugin chooses: a delta net's kernels scan in chunks of 64.
 MATCH_UNITS: Mapping[str, int] = {NEMOTRON_H: 16, QWEN3_NEXT: 64}
+
+
+def free_port() -> int:
+    """A loopback port that nothing listens on.
+
+    It lies below those that Linux gives to connections, so that none of these takes it before a server binds it.
+    """
+    for port in random.sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("None of 100 loopback ports from 15000 to 31999 is free.")
 
 
 class NotStarted(RuntimeError):

@@ -32,12 +32,10 @@ def seamark(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str
 
 
 @pytest.mark.thorough
-def test_boundary_tells_the_same_by_worker_and_by_model(servers: SharedServers, model):
+def test_boundary_tells_where_a_worker_renders_the_shared_parts_ends(servers: SharedServers):
     by_worker = seamark("boundary", "--worker", servers.seamark.url, "-", stdin=json.dumps(REQUEST))
-    by_model = seamark("boundary", "--model", str(model), "-", stdin=json.dumps(REQUEST))
-    assert (by_worker.returncode, by_model.returncode) == (0, 0), by_worker.stderr + by_model.stderr
+    assert by_worker.returncode == 0, by_worker.stderr
     told = json.loads(by_worker.stdout)
-    assert told == json.loads(by_model.stdout)
     assert [boundary["kind"] for boundary in told["boundaries"]] == ["system", "history", "turn"]
     tokens = [boundary["tokens"] for boundary in told["boundaries"]]
     assert 0 < tokens[0] < tokens[1] < tokens[2] < told["prompt_tokens"]

@@ -53,7 +53,7 @@ def test_methods_connectors_and_versions_are_the_plugins():
 
 def test_flags_and_variables_that_went_or_are_a_fork_s_are_unknown_to_vllm_and_those_in_their_place_are_not():
     known_flags = flags_parser.parser()._option_string_actions
-    taken_away = {*outlook.DROPPED} - {"--mamba-cache-mode"}  # which still warns
+    taken_away = {*outlook.DROPPED} - {"--mamba-cache-mode", "--no-enable-prefix-caching"}  # which vLLM still has
     flags = [sign for sign in versions.FORK_SIGNS if sign.startswith("--") and " " not in sign]
     went = [*taken_away, *flags, *(name for name in outlook.REPLACED if name.startswith("--"))]
     assert not [flag for flag in went if flag in known_flags]

@@ -25,10 +25,11 @@ import pytest
 from engine_patches import version as of_plugin
 from proxy import cli
 from proxy import version as own_version
+from proxy.bench.harness import servers
+from proxy.bench.harness.servers import free_port
 from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
-from proxy.commands import key, render_server, serve
-from proxy.commands.render_server import free_port
+from proxy.commands import key, serve
 from proxy.server import process_limits, uvicorn_server
 
 
@@ -165,7 +166,7 @@ ROOT = Path(__file__).parents[3]
 WRONG = {
     "serve": {"--workers": "--worker or --workers-dns", "--admin-prot=1": "--admin-port or --admin-host"},
     "doctor": {"--workers": "--worker", "--gatway": "--gateway"},
-    "boundary": {"--work": "--worker", "--models": "--model"},
+    "boundary": {"--work": "--worker", "--workers": "--worker"},
     "setup": {"--sorce": "--source or --force"},
     "key": {"--max-in": "--max-inflight"},
     **{f"bench {name}": {"--jsn": "--json"} for name in BENCHMARKS if name not in ("grid", "agents")},
@@ -266,7 +267,7 @@ def test_a_port_is_one_that_can_be_bound_on_this_machine_alone_or_it_is_said_tha
                 raise OSError("taken")
             super().bind(address)
 
-    monkeypatch.setattr(render_server.socket, "socket", Socket)
+    monkeypatch.setattr(servers.socket, "socket", Socket)
     if taken < 100:
         assert ("127.0.0.1", free_port()) == tried[-1]
     else:

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 
 from proxy.commands import doctor, outlook, ways
-from proxy.commands.cures import Cures
+from proxy.commands.cures import Cures, release_line
 from proxy.commands.doctor import STATUS
 from proxy.commands.ways import FoundWay, Way, docker_inspect, find
 from proxy.http.client import Broken, Silent, Unreachable
@@ -292,7 +292,8 @@ def test_what_a_recipe_will_do_is_said_without_a_worker(recipe, monkeypatch, cap
 
 
 def all_lines(own: Cures) -> str:
-    return "\n".join((own.install(), own.update("0.3"), own.release(), own.flag("--x", "why"), own.tools()))
+    release = release_line(own.found, "python3")
+    return "\n".join((own.install(), own.update("0.3"), release, own.flag("--x", "why"), own.tools()))
 
 
 @pytest.mark.parametrize("way", list(Way))

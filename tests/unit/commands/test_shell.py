@@ -82,13 +82,9 @@ def test_what_is_not_seen_stays_as_it_is_spelt_and_is_named(text, value, unseen,
     assert (word.value, tuple(word.unseen), word.several) == (value, unseen, several)
 
 
-@pytest.mark.parametrize(
-    "end", ["'x", '"x', '"x\\"', '"x\\', "${x", "$(x", "y'x", "A=(x", "`x", "(" * 999, '"${x:-' * 999]
-)
-def test_what_is_not_closed_or_too_deep_is_said_with_where_it_begins(end):
-    with pytest.raises(
-        SettingsError, match=r"run.sh: (a quote behind `.*` is not closed|its brackets and quotes are too)"
-    ):
+@pytest.mark.parametrize("end", ["'x", '"x', '"x\\"', '"x\\', "${x", "$(x", "y'x", "A=(x", "`x"])
+def test_what_is_not_closed_is_said_with_where_it_begins(end):
+    with pytest.raises(SettingsError, match=r"run.sh: a quote behind `.*` is not closed"):
         [*Script(f"a {end}", {}, "run.sh").commands()]
 
 

@@ -1,13 +1,11 @@
 """vLLM's own render server for a model folder: tokenizer and chat template without weights, up in some ten seconds.
 
-This module stands in for `vllm launch render`: the `vllm` script of CPU builds fails, because it looks for a
-distribution of another name.
+It stands in for `vllm launch render`: the `vllm` script of CPU builds fails, because it looks for a distribution of
+another name.
 """
 
 from __future__ import annotations
 
-import random
-import socket
 import sys
 
 
@@ -22,21 +20,6 @@ def main(argv: list[str]) -> None:
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(argv)
     validate_parsed_serve_args(arguments)
     RenderSubcommand.cmd(arguments)
-
-
-def free_port() -> int:
-    """A loopback port that nothing listens on.
-
-    It lies below those that Linux gives to connections, so that none of these takes it before a server binds it.
-    """
-    for port in random.sample(range(15_000, 32_000), 100):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise OSError("None of 100 loopback ports from 15000 to 31999 is free.")
 
 
 if __name__ == "__main__":
