@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
@@ -33,12 +33,12 @@ _encode_fast = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-class Keys(NamedTuple):
+class Keys(msgspec.Struct, frozen=True):
     """Keys of one chat, a value per message."""
 
     head: bytes
-    before: tuple[bytes, ...]  # everything before the message's last text, its own shape included
-    after: tuple[bytes, ...]  # everything up to the end of the message
+    before: Sequence[bytes]  # everything before the message's last text, its own shape included
+    after: Sequence[bytes]  # everything up to the end of the message
 
 
 def digest(kind: str, *parts: bytes) -> bytes:
@@ -56,9 +56,9 @@ def canonical(value: Any) -> bytes:
 
 def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes) -> Keys:
     """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it."""
-    head = xxh3_128_digest(renderer + canonical(head_of(body)))
     before, after = [], []
-    key, left = head, MAX_ARGUMENTS
+    head = key = xxh3_128_digest(renderer + canonical(head_of(body)))
+    left = MAX_ARGUMENTS
     for message in messages:
         shape, text = _parts(message, left)
         left -= len(shape)
@@ -68,17 +68,17 @@ def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes)
         chained.update(b"\0")  # after an empty text is not before it
         key = chained.digest()
         after.append(key)
-    return Keys(head, tuple(before), tuple(after))
+    return Keys(head, before, after)
 
 
 def head_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Everything beside the messages that is seen, without defaults that are spelled out."""
     adds_special = "messages" not in body  # by default: a template writes its own
-    return {
-        name: value
-        for name in HEAD_FIELDS
-        if name in body and (value := body[name]) not in _UNSET and value is not adds_special
-    }
+    head = {}
+    for name in HEAD_FIELDS:
+        if name in body and (value := body[name]) not in _UNSET and value is not adds_special:
+            head[name] = value
+    return head
 
 
 def own_hash(message: Any) -> int:

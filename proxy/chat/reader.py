@@ -39,7 +39,7 @@ def chat_request(body: Mapping[str, Any]) -> Chat | None:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
-    marks = [Mark(TOOLS)] if any(marked(tool) for tool in listed(body.get("tools"))) else []
+    marks = [Mark(TOOLS)] if "tools" in body and any(map(marked, listed(body["tools"]))) else []
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             continue

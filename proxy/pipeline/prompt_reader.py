@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from cachetools import LRUCache
+from msgspec.structs import replace
 
 from proxy.boundaries.boundary import Found, resolve, resolved_positions
 from proxy.boundaries.divergence import DivergenceLearner
@@ -100,7 +100,7 @@ class PromptReader:
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
             found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
-            return Prompt(found=found._replace(failure="unpatched"))
+            return Prompt(found=replace(found, failure="unpatched"))
         if not serving:
             return Prompt(found=Found(failure="unpatched"))
         model: Any = chat.body.get("model") if chat is not None else None
@@ -133,11 +133,11 @@ class PromptReader:
         entries = found.entries()
         positions = resolved_positions(entries, resolve(entries, prompt))
         placed = (
-            boundary._replace(tokens=positions.get(boundary.entry, 0) if boundary.entry is not None else 0)
+            replace(boundary, tokens=positions.get(boundary.entry, 0) if boundary.entry is not None else 0)
             for boundary in found.boundaries
         )
         boundaries = tuple(sorted((each for each in placed if each.tokens), key=lambda boundary: boundary.tokens))
-        found = found._replace(boundaries=boundaries)
+        found = replace(found, boundaries=boundaries)
         return ReadPrompt(found, self._remember(chat, found, memory, owner), prompt)
 
     async def find_beside(self, exchange: Exchange, worker: Worker) -> Found:
@@ -156,7 +156,8 @@ class PromptReader:
         chat = chat_in(exchange.head.endpoint, exchange.body.parsed, self.stored, exchange.head.owner)
         if chat is None or (key := self._pool.key_of(exchange.model)) == exchange.body.parsed.get("model"):
             return chat
-        return replace(chat, model=key)
+        chat.model = key
+        return chat
 
     async def _found_at(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> Found:
         """The boundaries of a chat of `size` bytes at `worker`, whose template is learnt if it is not known."""

@@ -324,7 +324,7 @@ async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_t
 @pytest.mark.parametrize(("held", "reason"), [(0, "cold"), (150, "other_worker")])
 async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two, held, reason):
     if held:
-        two.own.gateway.prefix_index.record((SYSTEM._replace(tokens=held),), two.workers[1].boot)
+        two.own.gateway.prefix_index.record((Boundary("system", b"s", "first:1", held, 150),), two.workers[1].boot)
     async with two.dispatcher.lease(two.request()) as lease:
         first = lease.worker
         (other,) = (worker for worker in two.workers if worker is not first)
