@@ -45,8 +45,9 @@ class BoundaryFinder:
         tokens_per_byte: float = 0.25,
         *,
         by_texts: bool = False,
+        earlier: PromptLayout | None = None,
     ) -> Found:
-        """Boundaries of a chat whose request has `size` bytes. `failure` says why there are none.
+        """Boundaries of a chat whose request has `size` bytes and continues `earlier`. `failure`: why there are none.
 
         `renderer_id` stands for tokenizer and template, whose `facts` are None if they are not learnt yet. `by_texts`:
         look for shared beginnings inside texts, too; the engine finds these by itself, so that serves only to choose
@@ -54,7 +55,7 @@ class BoundaryFinder:
         """
         if chat is None or len(chat.messages) > MAX_MESSAGES:
             return Found(failure="no_boundary")
-        layout = layout_of(chat, renderer_id)
+        layout = layout_of(chat, renderer_id, earlier)
         if layout is None:
             return Found(failure="no_boundary")
         search = _Search(layout, facts, self._positions, size, tokens_per_byte)

@@ -63,14 +63,24 @@ class PromptLayout(msgspec.Struct, frozen=True):
         return digest("part", before, canonical([other_fields(message), [without_marks(part) for part in parts]]))
 
 
-def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
-    """The layout of a chat; None if it has no message that others may differ in."""
+def layout_of(chat: Chat, renderer_id: bytes, earlier: PromptLayout | None = None) -> PromptLayout | None:
+    """The layout of a chat; None if it has no message that others may differ in.
+
+    What it begins with is not hashed again if `earlier` has the very same messages.
+    """
     roles = chat.roles
     opened = [index for index, role in enumerate(roles) if role in OPEN_ROLES]
     if not opened:
         return None
     # No template writes an opener before a prompt without messages: it shares nothing with a chat.
-    keys = chat_keys(chat.head, chat.messages, b"bare" + renderer_id if chat.is_bare else renderer_id)
+    renderer = b"bare" + renderer_id if chat.is_bare else renderer_id
+    same = 0
+    if earlier is not None:
+        for one, other in zip(chat.messages, earlier.chat.messages, strict=False):
+            if one is not other:
+                break
+            same += 1
+    keys = chat_keys(chat.head, chat.messages, renderer, earlier.keys if earlier is not None else None, same)
     openers = {}
     for index in opened:
         before = keys.after[index - 1] if index else keys.head

@@ -39,6 +39,7 @@ class Keys(msgspec.Struct, frozen=True):
     head: bytes
     before: Sequence[bytes]  # everything before the message's last text, its own shape included
     after: Sequence[bytes]  # everything up to the end of the message
+    left: Sequence[int]  # of `MAX_ARGUMENTS` behind it
 
 
 def digest(kind: str, *parts: bytes) -> bytes:
@@ -54,12 +55,24 @@ def canonical(value: Any) -> bytes:
         return _encode(value).encode(errors="surrogatepass")
 
 
-def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes) -> Keys:
-    """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it."""
-    before, after = [], []
+def chat_keys(
+    body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes, earlier: Keys | None = None, same: int = 0
+) -> Keys:
+    """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it.
+
+    `earlier` are keys of a chat that begins with the `same` first messages.
+    """
+    before: list[bytes] = []
+    after: list[bytes] = []
+    lefts: list[int] = []
     head = key = xxh3_128_digest(renderer + canonical(head_of(body)))
     left = MAX_ARGUMENTS
-    for message in messages:
+    if earlier is not None and same and earlier.head == head:
+        before += earlier.before[:same]
+        after += earlier.after[:same]
+        lefts += earlier.left[:same]
+        key, left = after[-1], lefts[-1]
+    for message in messages[len(after) :]:
         shape, text = _parts(message, left)
         left -= len(shape)
         chained = xxh3_128(key + shape + b"\0")  # the shape ends here, whatever the text begins with
@@ -68,7 +81,8 @@ def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes)
         chained.update(b"\0")  # after an empty text is not before it
         key = chained.digest()
         after.append(key)
-    return Keys(head, before, after)
+        lefts.append(left)
+    return Keys(head, before, after, lefts)
 
 
 def head_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
+from proxy.http.known_bodies import KnownBody
 from proxy.idle_work import Steps
 from proxy.observability.explanations import Record
 from proxy.observability.reasons import Expectation
@@ -90,12 +91,15 @@ class Body:
     strips_usage: bool = False  # the gateway asked for usage, the client did not
     hint: tuple[Entry, ...] = ()  # as it was last sent
     form_model: str | None = None  # the model that a form names; None if the body is no form
+    known: KnownBody | None = None  # what later bodies that begin like it are told by
+    earlier: Any = None  # layout of the chat that it continues
 
     def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
         """Settle what the gateway decides in it; `asks_usage`: streams report their tokens. Raises `BadRequest`."""
         self.parsed, self.names = parsed, tuple(parsed)
         for name in TRANSFERS:
-            self._drop(name)
+            if name in parsed:
+                self._drop(name)
         xargs = parsed.get(XARGS)
         if isinstance(xargs, dict) and not xargs.keys().isdisjoint(NOT_FROM_CLIENTS):
             kept = {name: value for name, value in xargs.items() if name not in NOT_FROM_CLIENTS}

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from cachetools import LRUCache
 from msgspec.structs import replace
 
 from proxy.boundaries.boundary import Found, resolve, resolved_positions
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.positions import HeadPositions, PositionCache
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.template_facts import setting_of
+from proxy.boundaries.template_facts import TemplateFacts, setting_of
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
@@ -28,6 +28,7 @@ from proxy.chat.rewrites import rewrite
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.http.json_body import parse_object, with_edits
+from proxy.http.known_bodies import KnownBodies
 from proxy.idle_work import beside
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
@@ -53,17 +54,18 @@ class PromptReader:
         self._most_values = settings.max_boundary_values
         self._facts = facts
         self.positions = PositionCache(settings.memory_bytes // 2)
-        self.learner = DivergenceLearner(settings.text_bytes * 3 // 8)
+        self.learner = DivergenceLearner(settings.text_bytes * 3 // 16)
         self.recent = RequestMemory(settings.text_bytes // 4)
         self.stored = StoredResponses(settings.text_bytes // 8)
         self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
+        self.bodies = KnownBodies(settings.text_bytes * 3 // 16, *settings.json_limits, settings.max_boundary_values)
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
-        self._tokens_per_byte: LRUCache[str, float] = LRUCache(MAX_MODELS)
+        self._tokens_per_byte: dict[str, float] = {}
 
     @property
     def held(self) -> int:
-        return self.learner.held + self.recent.held + self.stored.held
+        return self.learner.held + self.recent.held + self.stored.held + self.bodies.held
 
     async def find(self, exchange: Exchange) -> None:
         """Read the prompt of a parsed request, once workers are there that serve its model."""
@@ -77,41 +79,53 @@ class PromptReader:
         `workers`: those that serve its model. None is asked anything: a request that has no slot may be refused.
         """
         # What was read before a failure counts.
+        chat, found = None, Found(failure="no_boundary")
+        remembered = facts = template_of = None
         rewrites: tuple[str, ...] = ()
-        tokens, chat = 0, None
-        prompt = Prompt(found=Found(failure="no_boundary"))
+        tokens, body = 0, exchange.body
         try:
             rewrites = self._rewrite(exchange)
-            rate = self._rate(exchange.model)
-            tokens = round(len(exchange.body.raw) * rate)
-            if exchange.body.memory.values <= self._most_values:
+            model = exchange.model
+            rate = self._rate(model)
+            tokens = round(len(body.raw) * rate)
+            if body.memory.values <= self._most_values:
                 chat = self._chat_in(exchange)
-                prompt = self._bounded(exchange, chat, rate, workers)
+                found, facts, template_of = self._found(chat, model, len(body.raw), rate, workers, body.earlier)
+                if found.failure != "unpatched":
+                    remembered = self._remember(chat, found, body.memory.size, exchange.head.owner)
+                if body.known is not None:
+                    body.known.layout = found.layout
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
             logger.error("boundary of request %s: %s", exchange.head.request_id, type(error).__name__)
-            prompt = Prompt(found=Found(failure="no_facts"))
-        if prompt.found is not None:
-            self._lookups(prompt.found.result).inc()
-        return prompt._replace(chat=chat, tokens=tokens, rewrites=rewrites)
+            found, facts, template_of = Found(failure="no_facts"), None, None
+        self._lookups(found.result).inc()
+        return Prompt(chat, found, remembered, tokens, rewrites, template_of, facts)
 
-    def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
-        size = len(exchange.body.raw)
+    def _found(
+        self,
+        chat: Chat | None,
+        model: Any,
+        size: int,
+        rate: float,
+        workers: Sequence[Worker],
+        earlier: PromptLayout | None,
+    ) -> tuple[Found, TemplateFacts | None, Worker | None]:
+        """The boundaries of a chat, the facts that they are by, and the worker to be asked about these."""
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
-            found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
-            return Prompt(found=replace(found, failure="unpatched"))
+            found = self._finder.find(chat, None, b"", size, rate, by_texts=True, earlier=earlier)
+            return replace(found, failure="unpatched"), None, None
         if not serving:
-            return Prompt(found=Found(failure="unpatched"))
-        model: Any = chat.body.get("model") if chat is not None else None
-        worker = next((each for each in serving if each.renderer_id(exchange.model)), serving[0])
-        renderer_id = worker.renderer_id(model) or b""
+            return Found(failure="unpatched"), None, None
+        worker = next((each for each in serving if each.renderer_id(model)), serving[0])
+        renderer_id = worker.renderer_id(chat.body.get("model") if chat is not None else None) or b""
         facts = template_of = None
         if chat is not None and renderer_id and not chat.is_bare:
             facts, template_of = self._facts.facts(renderer_id, setting_of(chat.body)), worker
-        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=len(serving) > 1)
-        remembered = self._remember(chat, found, exchange.body.memory.size, exchange.head.owner)
-        return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
+        by_texts = len(serving) > 1
+        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=by_texts, earlier=earlier)
+        return found, facts, template_of
 
     def _rate(self, model: Any) -> float:
         return self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
@@ -176,6 +190,8 @@ class PromptReader:
         if isinstance(model, str) and size:
             known = self._rate(model)
             self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
+            if len(self._tokens_per_byte) > MAX_MODELS:
+                del self._tokens_per_byte[next(iter(self._tokens_per_byte))]
 
     def learn(self, exchange: Exchange) -> None:
         """The request has a slot: have learnt, beside it, what its boundaries lacked."""
