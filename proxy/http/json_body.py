@@ -38,6 +38,7 @@ ELEMENTS_PER_VALUE = 10
 # whole text took longer than anything else.
 _NO_STRUCTURE_NOR_ESCAPE = bytes(set(range(256)) - set(b'[{]},:"\\/bfnrtu'))
 
+NO_BEGIN = bytes(set(range(256)) - set(b"[{:,"))  # of a value or element
 _NO_STRUCTURE = bytes(set(range(256)) - set(b"[{]},:"))
 
 # Then brackets become steps up (1) and down (-1, as an unsigned byte).
@@ -87,10 +88,14 @@ def parse_object(raw: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
     return parsed
 
 
-def check_size(raw: bytes, max_depth: int, max_values: int) -> None:
-    """Raises `TooComplex` before anything is built of a body. What is no JSON may pass, or be refused as well."""
-    if len(raw) <= max_values and raw.count(b"[") + raw.count(b"{") <= max_depth:  # in strings, too
-        return
+def check_size(raw: bytes, max_depth: int, max_values: int) -> int:
+    """Raises `TooComplex` before anything is built of a body. What is no JSON may pass, or be refused as well.
+
+    Returns the most values and elements that it can have, what stands in strings included.
+    """
+    begun = raw.translate(None, NO_BEGIN)
+    if len(begun) <= max_values and begun.count(b"[") + begun.count(b"{") <= max_depth:
+        return len(begun)
     max_elements = ELEMENTS_PER_VALUE * max_values
     values = elements = depth = 0
     for structure in _structure(raw):
@@ -107,6 +112,7 @@ def check_size(raw: bytes, max_depth: int, max_values: int) -> None:
             depth = levels[-1]
             if max(levels) > max_depth:
                 raise TooComplex(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
+    return len(begun)
 
 
 def bound_of(raw: bytes) -> Memory | None:

@@ -10,13 +10,12 @@ import re
 import secrets
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from sys import getsizeof
 from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.errors import TooComplex
-from proxy.http.json_body import ELEMENTS_PER_VALUE, Memory, bound_of, check_size, loads, memory_of, parse_object
+from proxy.errors import BadRequest
+from proxy.http.json_body import NO_BEGIN, NOTHING, Memory, bound_of, check_size, loads, memory_of, parse_object
 
 LEAST_BYTES = 16_384  # of a body: smaller ones are read as fast without
 MAX_BODIES = 64
@@ -28,27 +27,19 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-class _Part(NamedTuple):
-    """A value in a body."""
-
-    raw: bytes
-    value: Any
-    memory: Memory
-    weight: int  # brackets, colons and commas, those in texts as well
-
-
 @dataclass(slots=True, eq=False)
 class KnownBody:
     """A body up to its last message, and what was read of it. Nobody may change that: other bodies share it."""
 
     owner: str | None
     start: int  # where its first message begins
-    begins: bytes = b""  # up to where its last message does
-    messages: list[Any] = field(default_factory=list)  # in there
-    fields: dict[str, _Part] = field(default_factory=dict)  # all others of the body
-    size: int = 0  # of `messages`: as of `Memory`, and weight
-    values: int = 0
-    weight: int = 0
+    begins: bytes  # up to where its last message does
+    messages: list[Any]  # in there
+    memory: Memory  # that these take
+    weight: int = 0  # most values and elements in there
+    tail: bytes = b""  # what stands behind all messages
+    others: dict[str, Any] = field(default_factory=dict)  # the whole body, with `_MARK` for its messages
+    others_memory: Memory = NOTHING
     layout: Any = None  # what a later reader has made of it
     is_shared: bool = False  # by bodies that part from each other there
 
@@ -90,64 +81,46 @@ class KnownBodies:
         if known is None:
             if (match := _MESSAGES.search(raw)) is None:
                 return None
-            known = KnownBody(owner, match.end(), raw[: match.end()])
+            known = KnownBody(owner, match.end(), raw[: match.end()], [], NOTHING)
         try:
             return self._read_from(known, raw)
-        except (msgspec.DecodeError, ValueError, RecursionError, LookupError, TooComplex):
+        except (msgspec.DecodeError, ValueError, RecursionError, LookupError, BadRequest):
             return None
 
     def _read_from(self, known: KnownBody, raw: bytes) -> ReadBody | None:
-        begin = len(known.begins)
-        rest = b"%b%b,%b" % (raw[: known.start], _MARK, raw[begin:])
-        if rest.count(b",") > self._max_values:
+        head, begin = raw[: known.start], len(known.begins)
+        rest = b"%b%b,%b" % (head, _MARK, raw[begin:])
+        if known.weight + len(rest.translate(None, NO_BEGIN)) > self._max_values:
             return None
-        given = _fields(rest)
-        first, *new = map(bytes, _elements(given["messages"]))
+        array = bytes(_fields(rest)["messages"])
+        first, *new = map(bytes, _elements(array))
         if first != _MARK:
             return None  # there are messages twice, or somewhere else
-        size, values, weight = known.size, known.values, known.weight
-        messages = known.messages.copy()
-        made = KnownBody(known.owner, known.start)
+        tail = rest[known.start - 1 + len(array) :]
+        others, others_memory = known.others, known.others_memory
+        if tail != known.tail:
+            without = b"%b%b]%b" % (head, _MARK, tail)
+            others = parse_object(without, self._max_depth, self._max_values)
+            others_memory = memory_of(others, len(without), self._most)
+        messages, (size, values), weight = known.messages.copy(), known.memory, known.weight
         for each in new:
-            made.size, made.values, made.weight = size, values, weight  # without the last one
-            part = self._part(each, 2)
-            size, values, weight = size + part.memory.size, values + part.memory.values, weight + part.weight
-            messages.append(part.value)
-        parsed: dict[str, Any] = {}
-        for name, value in given.items():
-            if name == "messages":
-                parsed[name] = messages
-                continue
-            had = known.fields.get(name)
-            part = had if had is not None and had.raw == bytes(value) else self._part(bytes(value), 1)
-            parsed[name], made.fields[name] = part.value, part
-            size, values, weight = size + part.memory.size, values + part.memory.values, weight + part.weight
-        size += getsizeof(parsed) + getsizeof(messages) + sum(map(len, parsed))
-        values += 2 + len(parsed) + len(messages) // ELEMENTS_PER_VALUE
-        if weight > self._max_values:
-            return None
-        if values > self._most:
-            return ReadBody(parsed, Memory(size, values))
-        behind = bytes(given["messages"])[:-1].rstrip(b" \t\n\r")
-        cut = begin + len(behind) - len(new[-1]) - len(_MARK) - 2
-        if cut > begin or not known.messages:
-            made.begins, made.messages = raw[:cut], messages[:-1]
-            text = cut + sum([len(part.raw) for part in made.fields.values()])
-            self._keep(made, known, text + size + MESSAGE_BYTES * len(messages))
-        else:
+            before = Memory(size, values), weight  # without the last one
+            weight += check_size(each, self._max_depth - 2, self._max_values) + 1
+            messages.append(loads(each))
+            taken = memory_of(messages[-1], len(each), self._most)
+            size, values = size + taken.size, values + taken.values
+        memory = Memory(size + others_memory.size, values + others_memory.values)
+        parsed = {**others, "messages": messages}
+        if memory.values > self._most:
+            return ReadBody(parsed, memory)
+        cut = begin + len(array[:-1].rstrip(b" \t\n\r")) - len(new[-1]) - len(_MARK) - 2
+        if cut == begin and known.messages:
             known.is_shared = True
             self._bodies.move_to_end(known)
-            made = known
-        return ReadBody(parsed, Memory(size, values), made, known.layout)
-
-    def _part(self, raw: bytes, levels: int) -> _Part:
-        """A value that stands so many levels down. Raises `TooComplex`, or `ValueError`."""
-        opened = raw.count(b"[") + raw.count(b"{")
-        if opened > self._max_depth - levels:
-            check_size(raw, self._max_depth - levels, self._max_values)
-        value = loads(raw)
-        weight = opened + raw.count(b":") + raw.count(b",")
-        return _Part(raw, value, memory_of(value, len(raw), self._most), weight)
+            return ReadBody(parsed, memory, known, known.layout)
+        made = KnownBody(known.owner, known.start, raw[:cut], messages[:-1], *before, tail, others, others_memory)
+        self._keep(made, known, cut + len(tail) + memory.size + MESSAGE_BYTES * len(messages))
+        return ReadBody(parsed, memory, made, known.layout)
 
     def _keep(self, body: KnownBody, known: KnownBody, size: int) -> None:
         if not known.is_shared:

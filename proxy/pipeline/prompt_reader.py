@@ -54,11 +54,12 @@ class PromptReader:
         self._most_values = settings.max_boundary_values
         self._facts = facts
         self.positions = PositionCache(settings.memory_bytes // 2)
-        self.learner = DivergenceLearner(settings.text_bytes * 3 // 16)
+        self.learner = DivergenceLearner(settings.text_bytes * 3 // 8)
         self.recent = RequestMemory(settings.text_bytes // 4)
         self.stored = StoredResponses(settings.text_bytes // 8)
         self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
-        self.bodies = KnownBodies(settings.text_bytes * 3 // 16, *settings.json_limits, settings.max_boundary_values)
+        room = 0 if settings.shadow else settings.text_bytes // 8  # else shadow mode has it
+        self.bodies = KnownBodies(room, *settings.json_limits, settings.max_boundary_values)
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
         self._tokens_per_byte: dict[str, float] = {}
