@@ -45,9 +45,8 @@ class BoundaryFinder:
         tokens_per_byte: float = 0.25,
         *,
         by_texts: bool = False,
-        earlier: PromptLayout | None = None,
     ) -> Found:
-        """Boundaries of a chat whose request has `size` bytes and continues `earlier`. `failure`: why there are none.
+        """Boundaries of a chat whose request has `size` bytes. `failure` says why there are none.
 
         `renderer_id` stands for tokenizer and template, whose `facts` are None if they are not learnt yet. `by_texts`:
         look for shared beginnings inside texts, too; the engine finds these by itself, so that serves only to choose
@@ -55,7 +54,7 @@ class BoundaryFinder:
         """
         if chat is None or len(chat.messages) > MAX_MESSAGES:
             return Found(failure="no_boundary")
-        layout = layout_of(chat, renderer_id, earlier)
+        layout = layout_of(chat, renderer_id)
         if layout is None:
             return Found(failure="no_boundary")
         search = _Search(layout, facts, self._positions, size, tokens_per_byte)

@@ -63,24 +63,16 @@ class PromptLayout(msgspec.Struct, frozen=True):
         return digest("part", before, canonical([other_fields(message), [without_marks(part) for part in parts]]))
 
 
-def layout_of(chat: Chat, renderer_id: bytes, earlier: PromptLayout | None = None) -> PromptLayout | None:
-    """The layout of a chat; None if it has no message that others may differ in.
-
-    What it begins with is not hashed again if `earlier` has the very same messages.
-    """
+def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
+    """The layout of a chat; None if it has no message that others may differ in."""
     roles = chat.roles
     opened = [index for index, role in enumerate(roles) if role in OPEN_ROLES]
     if not opened:
         return None
     # No template writes an opener before a prompt without messages: it shares nothing with a chat.
     renderer = b"bare" + renderer_id if chat.is_bare else renderer_id
-    same = 0
-    if earlier is not None:
-        for one, other in zip(chat.messages, earlier.chat.messages, strict=False):
-            if one is not other:
-                break
-            same += 1
-    keys = chat_keys(chat.head, chat.messages, renderer, earlier.keys if earlier is not None else None, same)
+    keys = chat_keys(chat.head, chat.messages, renderer, chat.continues)
+    chat.continues = None  # else it would keep all before it
     openers = {}
     for index in opened:
         before = keys.after[index - 1] if index else keys.head

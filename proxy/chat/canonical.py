@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import msgspec
@@ -37,9 +38,10 @@ class Keys(msgspec.Struct, frozen=True):
     """Keys of one chat, a value per message."""
 
     head: bytes
-    before: Sequence[bytes]  # everything before the message's last text, its own shape included
-    after: Sequence[bytes]  # everything up to the end of the message
-    left: Sequence[int]  # of `MAX_ARGUMENTS` behind it
+    messages: Sequence[Any] = ()
+    before: list[bytes] = []  # everything before the message's last text, its own shape included
+    after: list[bytes] = []  # everything up to the end of the message
+    left: list[int] = []  # of `MAX_ARGUMENTS`, behind the message
 
 
 def digest(kind: str, *parts: bytes) -> bytes:
@@ -55,34 +57,29 @@ def canonical(value: Any) -> bytes:
         return _encode(value).encode(errors="surrogatepass")
 
 
-def chat_keys(
-    body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes, earlier: Keys | None = None, same: int = 0
-) -> Keys:
+def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes, earlier: Keys | None = None) -> Keys:
     """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it.
 
-    `earlier` are keys of a chat that begins with the `same` first messages.
+    The very messages of which there are `earlier` ones are not hashed again.
     """
-    before: list[bytes] = []
-    after: list[bytes] = []
-    lefts: list[int] = []
-    head = key = xxh3_128_digest(renderer + canonical(head_of(body)))
-    left = MAX_ARGUMENTS
-    if earlier is not None and same and earlier.head == head:
-        before += earlier.before[:same]
-        after += earlier.after[:same]
-        lefts += earlier.left[:same]
-        key, left = after[-1], lefts[-1]
-    for message in messages[len(after) :]:
+    key, left = xxh3_128_digest(renderer + canonical(head_of(body))), MAX_ARGUMENTS
+    keys = Keys(key, messages)
+    if earlier is not None and earlier.head == key:
+        same = [*map(is_, messages, earlier.messages), False].index(False)
+        keys = Keys(key, messages, earlier.before[:same], earlier.after[:same], earlier.left[:same])
+        if same:
+            key, left = keys.after[-1], keys.left[-1]
+    for message in messages[len(keys.after) :]:
         shape, text = _parts(message, left)
         left -= len(shape)
         chained = xxh3_128(key + shape + b"\0")  # the shape ends here, whatever the text begins with
-        before.append(chained.digest())
+        keys.before.append(chained.digest())
         chained.update(text)
         chained.update(b"\0")  # after an empty text is not before it
         key = chained.digest()
-        after.append(key)
-        lefts.append(left)
-    return Keys(head, before, after, lefts)
+        keys.after.append(key)
+        keys.left.append(left)
+    return keys
 
 
 def head_of(body: Mapping[str, Any]) -> dict[str, Any]:

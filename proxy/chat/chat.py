@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from proxy.chat.canonical import MARKS
+from proxy.chat.canonical import MARKS, Keys
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -51,19 +51,13 @@ class Chat(msgspec.Struct):
     roles: tuple[Any, ...] = ()  # as the client wrote each; None if there is none
     texts: tuple[str | None, ...] = ()
     is_bare: bool = False  # a prompt without messages
+    continues: Keys | None = None  # of a chat that may begin with the same messages
 
     def __post_init__(self) -> None:
-        roles: list[Any] = []
-        texts: list[str | None] = []
-        for message in self.messages:
-            content = None
-            if isinstance(message, dict):
-                roles.append(message.get("role"))
-                content = message.get("content")
-            else:
-                roles.append(None)
-            texts.append(content if type(content) is str else _text_in(content))
-        self.roles, self.texts = tuple(roles), tuple(texts)
+        messages = [message if isinstance(message, dict) else {} for message in self.messages]
+        self.roles = tuple([message.get("role") for message in messages])
+        contents = [message.get("content") for message in messages]
+        self.texts = tuple([each if type(each) is str else _text_in(each) for each in contents])
         asked = self.body if self.native is None else self.native
         self.is_bare = "messages" not in asked and "input" not in asked
 

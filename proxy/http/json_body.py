@@ -59,7 +59,6 @@ class Memory(NamedTuple):
 
 
 NOTHING = Memory(0, 0)
-SMALL_BYTES = 4096
 SLICE = 1 << 20  # bytes looked through at once: one of quotes alone becomes fifty times as many
 
 
@@ -88,14 +87,11 @@ def parse_object(raw: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
     return parsed
 
 
-def check_size(raw: bytes, max_depth: int, max_values: int) -> int:
-    """Raises `TooComplex` before anything is built of a body. What is no JSON may pass, or be refused as well.
-
-    Returns the most values and elements that it can have, what stands in strings included.
-    """
-    begun = raw.translate(None, NO_BEGIN)
+def check_size(raw: bytes, max_depth: int, max_values: int) -> None:
+    """Raises `TooComplex` before anything is built of a body. What is no JSON may pass, or be refused as well."""
+    begun = raw.translate(None, NO_BEGIN)  # in strings, too
     if len(begun) <= max_values and begun.count(b"[") + begun.count(b"{") <= max_depth:
-        return len(begun)
+        return
     max_elements = ELEMENTS_PER_VALUE * max_values
     values = elements = depth = 0
     for structure in _structure(raw):
@@ -112,16 +108,6 @@ def check_size(raw: bytes, max_depth: int, max_values: int) -> int:
             depth = levels[-1]
             if max(levels) > max_depth:
                 raise TooComplex(f"The request body is nested deeper than {max_depth} levels (setting max_json_depth).")
-    return len(begun)
-
-
-def bound_of(raw: bytes) -> Memory | None:
-    """The most that a small body can take, by counting; None if it has to be measured."""
-    if len(raw) > SMALL_BYTES or not raw.isascii():
-        return None
-    opened, named, quotes, commas = map(raw.count, (b"{", b":", b'"', b","))
-    opened += raw.count(b"[")
-    return Memory(len(raw) + 240 * opened + 32 * named + 28 * quotes + 48 * commas, opened + named + commas // 10)
 
 
 def memory_of(parsed: Any, raw_size: int, most_values: int) -> Memory:
@@ -185,16 +171,6 @@ def loads(raw: bytes) -> Any:
 
 class OverBound(ValueError):
     """JSON of another server that is larger than what such a server says."""
-
-
-MOST_COUNT = 2**53
-
-
-def count(value: Any) -> int:
-    """What another server has counted. Raises `ValueError` for what is no such number."""
-    if type(value) is not int or not 0 <= value <= MOST_COUNT:
-        raise ValueError("no count")
-    return value
 
 
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:

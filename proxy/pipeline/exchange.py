@@ -91,8 +91,7 @@ class Body:
     strips_usage: bool = False  # the gateway asked for usage, the client did not
     hint: tuple[Entry, ...] = ()  # as it was last sent
     form_model: str | None = None  # the model that a form names; None if the body is no form
-    known: KnownBody | None = None  # what later bodies that begin like it are told by
-    earlier: Any = None  # layout of the chat that it continues
+    known: KnownBody | None = None  # what it has in common with others
 
     def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
         """Settle what the gateway decides in it; `asks_usage`: streams report their tokens. Raises `BadRequest`."""

@@ -94,13 +94,13 @@ class BodyReader:
             await self.turn()
         try:
             raw = as_utf8(body.raw)
-            read = self._known.read(raw, head.owner)
+            read = self._known.read(raw, head.owner, is_chat=hinted)
         except errors.BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
             if hinted or isinstance(error, errors.TooComplex) or (head.key is not None and head.is_json):
                 raise
             return None
-        body.raw, body.memory, body.known, body.earlier = raw, read.memory, read.known, read.earlier
+        body.raw, body.memory, body.known = raw, read.memory, read.known
         held.take(body.memory.size)
         name = read.parsed.get("request_id")
         body.take(read.parsed, head, settings.ask_usage)

@@ -17,10 +17,9 @@ from proxy.boundaries.boundary import Found, resolve, resolved_positions
 from proxy.boundaries.divergence import DivergenceLearner
 from proxy.boundaries.facts_learner import FactsLearner
 from proxy.boundaries.finder import BoundaryFinder
-from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.positions import HeadPositions, PositionCache
 from proxy.boundaries.renderer import RenderFailed
-from proxy.boundaries.template_facts import TemplateFacts, setting_of
+from proxy.boundaries.template_facts import setting_of
 from proxy.chat.chat import Chat
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
@@ -58,7 +57,7 @@ class PromptReader:
         self.recent = RequestMemory(settings.text_bytes // 4)
         self.stored = StoredResponses(settings.text_bytes // 8)
         self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
-        room = 0 if settings.shadow else settings.text_bytes // 8  # else shadow mode has it
+        room = settings.text_bytes // 8 * (not settings.shadow)  # which needs it itself
         self.bodies = KnownBodies(room, *settings.json_limits, settings.max_boundary_values)
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
@@ -80,53 +79,43 @@ class PromptReader:
         `workers`: those that serve its model. None is asked anything: a request that has no slot may be refused.
         """
         # What was read before a failure counts.
-        chat, found = None, Found(failure="no_boundary")
-        remembered = facts = template_of = None
         rewrites: tuple[str, ...] = ()
-        tokens, body = 0, exchange.body
+        tokens, chat = 0, None
+        prompt = Prompt(found=Found(failure="no_boundary"))
         try:
             rewrites = self._rewrite(exchange)
-            model = exchange.model
-            rate = self._rate(model)
-            tokens = round(len(body.raw) * rate)
-            if body.memory.values <= self._most_values:
+            rate = self._rate(exchange.model)
+            tokens = round(len(exchange.body.raw) * rate)
+            if exchange.body.memory.values <= self._most_values:
                 chat = self._chat_in(exchange)
-                found, facts, template_of = self._found(chat, model, len(body.raw), rate, workers, body.earlier)
-                if found.failure != "unpatched":
-                    remembered = self._remember(chat, found, body.memory.size, exchange.head.owner)
-                if body.known is not None:
-                    body.known.layout = found.layout
+                prompt = self._bounded(exchange, chat, rate, workers)
         except Exception as error:
             # The kind alone: the message of an unexpected error might hold prompt text.
             logger.error("boundary of request %s: %s", exchange.head.request_id, type(error).__name__)
-            found, facts, template_of = Found(failure="no_facts"), None, None
-        self._lookups(found.result).inc()
-        return Prompt(chat, found, remembered, tokens, rewrites, template_of, facts)
+            prompt = Prompt(found=Found(failure="no_facts"))
+        if prompt.found is not None:
+            self._lookups(prompt.found.result).inc()
+        return prompt._replace(chat=chat, tokens=tokens, rewrites=rewrites)
 
-    def _found(
-        self,
-        chat: Chat | None,
-        model: Any,
-        size: int,
-        rate: float,
-        workers: Sequence[Worker],
-        earlier: PromptLayout | None,
-    ) -> tuple[Found, TemplateFacts | None, Worker | None]:
-        """The boundaries of a chat, the facts that they are by, and the worker to be asked about these."""
+    def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
+        size = len(exchange.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
-            found = self._finder.find(chat, None, b"", size, rate, by_texts=True, earlier=earlier)
-            return replace(found, failure="unpatched"), None, None
+            found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
+            return Prompt(found=replace(found, failure="unpatched"))
         if not serving:
-            return Found(failure="unpatched"), None, None
-        worker = next((each for each in serving if each.renderer_id(model)), serving[0])
-        renderer_id = worker.renderer_id(chat.body.get("model") if chat is not None else None) or b""
+            return Prompt(found=Found(failure="unpatched"))
+        model: Any = chat.body.get("model") if chat is not None else None
+        worker = next((each for each in serving if each.renderer_id(exchange.model)), serving[0])
+        renderer_id = worker.renderer_id(model) or b""
         facts = template_of = None
         if chat is not None and renderer_id and not chat.is_bare:
             facts, template_of = self._facts.facts(renderer_id, setting_of(chat.body)), worker
-        by_texts = len(serving) > 1
-        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=by_texts, earlier=earlier)
-        return found, facts, template_of
+        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=len(serving) > 1)
+        if exchange.body.known is not None and found.layout is not None:
+            exchange.body.known.keys = found.layout.keys
+        remembered = self._remember(chat, found, exchange.body.memory.size, exchange.head.owner)
+        return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
 
     def _rate(self, model: Any) -> float:
         return self._tokens_per_byte.get(model, TOKENS_PER_BYTE) if isinstance(model, str) else TOKENS_PER_BYTE
@@ -169,6 +158,8 @@ class PromptReader:
     def _chat_in(self, exchange: Exchange) -> Chat | None:
         """The chat in a parsed request; None if there is none."""
         chat = chat_in(exchange.head.endpoint, exchange.body.parsed, self.stored, exchange.head.owner)
+        if chat is not None and exchange.body.known is not None:
+            chat.continues = exchange.body.known.keys
         if chat is None or (key := self._pool.key_of(exchange.model)) == exchange.body.parsed.get("model"):
             return chat
         chat.model = key
