@@ -62,11 +62,7 @@ class Found(msgspec.Struct, frozen=True):
     renderer_id: bytes = b""  # of the tokenizer and template that the entries are for
     end: int | None = None  # tokens of the prompt behind the end of its last turn; None: not known
     unplaced: tuple[Place, ...] = ()
-
-    @property
-    def turn_key(self) -> bytes | None:
-        """Key of the whole chat; None if no turn ends with it."""
-        return self.layout.turn_key if self.layout is not None else None
+    turn_key: bytes | None = None  # of the whole chat; None if no turn ends with it
 
     @property
     def shared(self) -> int:
@@ -79,7 +75,7 @@ class Found(msgspec.Struct, frozen=True):
 
     def without_request(self) -> Found:
         """What can be kept for long: the rest would keep the parsed request alive, whose bytes nobody counts."""
-        return replace(self, prefixes=(), layout=None, unplaced=())
+        return replace(self, prefixes=(), layout=None, unplaced=(), turn_key=None)
 
     def entries(self) -> tuple[Entry, ...]:
         """The hint, each entry once."""

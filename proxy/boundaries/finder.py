@@ -173,8 +173,8 @@ class _Search:
             if index in self._inside:
                 prefixes += [inside for _, _, inside in sorted(self._inside[index])]
             prefixes.append(key)
-        boundaries, unplaced = tuple(self._boundaries), tuple(self._unplaced)
-        return Found(boundaries, tuple(prefixes), result, failure, layout, renderer_id, end, unplaced)
+        made = tuple(self._boundaries), tuple(prefixes), result, failure
+        return Found(*made, layout, renderer_id, end, tuple(self._unplaced), layout.turn_key)
 
     def _add(self, kind: Kind, key: bytes, entry: Entry | None, message: int) -> None:
         """A boundary before what message `message` says."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from xxhash import xxh3_128_digest
 
-from proxy.chat.canonical import Keys, canonical, chat_keys, digest, other_fields, without_marks
+from proxy.chat.canonical import NO_KEYS, Keys, canonical, chat_keys, digest, other_fields, without_marks
 from proxy.chat.chat import Chat, Mark
 
 # Roles of what tools answered, and all whose text a client writes for each request.
@@ -25,18 +25,14 @@ class PromptLayout(msgspec.Struct, frozen=True):
     openers: Mapping[int, bytes]  # of user and tool messages, by index: keys up to where their content begins
     first: int  # index of the first user or tool message
     last: int  # index of the last one
-    alone: bool  # nothing was said before the last text
+    system_key: bytes  # up to the first user text: tools and system prompt
+    key: bytes  # up to the last user or tool text
     turn_key: bytes | None  # of the whole chat; None if no turn ends with it
 
     @property
-    def system_key(self) -> bytes:
-        """Key up to the first user text: tools and system prompt."""
-        return self.openers[self.first]
-
-    @property
-    def key(self) -> bytes:
-        """Key up to the last user or tool text."""
-        return self.openers[self.last]
+    def alone(self) -> bool:
+        """Nothing was said before the last text."""
+        return self.first == self.last
 
     @property
     def end_before_loop(self) -> int | None:
@@ -72,7 +68,7 @@ def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
     # No template writes an opener before a prompt without messages: it shares nothing with a chat.
     renderer = b"bare" + renderer_id if chat.is_bare else renderer_id
     keys = chat_keys(chat.head, chat.messages, renderer, chat.continues)
-    chat.continues = None  # else it would keep all before it
+    chat.continues = NO_KEYS  # else it would keep all before it
     openers = {}
     for index in opened:
         before = keys.after[index - 1] if index else keys.head
@@ -80,4 +76,4 @@ def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
     first, last, body = opened[0], opened[-1], chat.body
     asks = body.get("add_generation_prompt", True) and not body.get("continue_final_message")
     turn_key = keys.after[-1] if asks and roles[-1] != "assistant" else None
-    return PromptLayout(chat, keys, openers, first, last, first == last, turn_key)
+    return PromptLayout(chat, keys, openers, first, last, openers[first], openers[last], turn_key)

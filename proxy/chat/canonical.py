@@ -44,6 +44,9 @@ class Keys(msgspec.Struct, frozen=True):
     left: list[int] = []  # of `MAX_ARGUMENTS`, behind the message
 
 
+NO_KEYS = Keys(b"")
+
+
 def digest(kind: str, *parts: bytes) -> bytes:
     """A key of its own kind from other keys and canonical bytes."""
     return xxh3_128_digest(b"\0".join((kind.encode(), *parts)))
@@ -57,19 +60,16 @@ def canonical(value: Any) -> bytes:
         return _encode(value).encode(errors="surrogatepass")
 
 
-def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes, earlier: Keys | None = None) -> Keys:
+def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes, earlier: Keys = NO_KEYS) -> Keys:
     """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it.
 
     The very messages of which there are `earlier` ones are not hashed again.
     """
-    key, left = xxh3_128_digest(renderer + canonical(head_of(body))), MAX_ARGUMENTS
-    keys = Keys(key, messages)
-    if earlier is not None and earlier.head == key:
-        same = [*map(is_, messages, earlier.messages), False].index(False)
-        keys = Keys(key, messages, earlier.before[:same], earlier.after[:same], earlier.left[:same])
-        if same:
-            key, left = keys.after[-1], keys.left[-1]
-    for message in messages[len(keys.after) :]:
+    head = xxh3_128_digest(renderer + canonical(head_of(body)))
+    same = [*map(is_, messages, earlier.messages), False].index(False) if earlier.head == head else 0
+    keys = Keys(head, messages, earlier.before[:same], earlier.after[:same], earlier.left[:same])
+    key, left = (keys.after[-1], keys.left[-1]) if same else (head, MAX_ARGUMENTS)
+    for message in messages[same:]:
         shape, text = _parts(message, left)
         left -= len(shape)
         chained = xxh3_128(key + shape + b"\0")  # the shape ends here, whatever the text begins with
@@ -85,11 +85,11 @@ def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes,
 def head_of(body: Mapping[str, Any]) -> dict[str, Any]:
     """Everything beside the messages that is seen, without defaults that are spelled out."""
     adds_special = "messages" not in body  # by default: a template writes its own
-    head = {}
-    for name in HEAD_FIELDS:
-        if name in body and (value := body[name]) not in _UNSET and value is not adds_special:
-            head[name] = value
-    return head
+    return {
+        name: value
+        for name in HEAD_FIELDS
+        if name in body and (value := body[name]) not in _UNSET and value is not adds_special
+    }
 
 
 def own_hash(message: Any) -> int:

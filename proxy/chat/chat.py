@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from proxy.chat.canonical import MARKS, Keys
+from proxy.chat.canonical import MARKS, NO_KEYS, Keys
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -51,15 +51,14 @@ class Chat(msgspec.Struct):
     roles: tuple[Any, ...] = ()  # as the client wrote each; None if there is none
     texts: tuple[str | None, ...] = ()
     is_bare: bool = False  # a prompt without messages
-    continues: Keys | None = None  # of a chat that may begin with the same messages
+    continues: Keys = NO_KEYS  # of a chat that may begin with the same messages
 
     def __post_init__(self) -> None:
         messages = [message if isinstance(message, dict) else {} for message in self.messages]
         self.roles = tuple([message.get("role") for message in messages])
         contents = [message.get("content") for message in messages]
         self.texts = tuple([each if type(each) is str else _text_in(each) for each in contents])
-        asked = self.body if self.native is None else self.native
-        self.is_bare = "messages" not in asked and "input" not in asked
+        self.is_bare = "messages" not in self.asked and "input" not in self.asked
 
     @property
     def head(self) -> Mapping[str, Any]:

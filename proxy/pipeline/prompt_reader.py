@@ -158,8 +158,8 @@ class PromptReader:
     def _chat_in(self, exchange: Exchange) -> Chat | None:
         """The chat in a parsed request; None if there is none."""
         chat = chat_in(exchange.head.endpoint, exchange.body.parsed, self.stored, exchange.head.owner)
-        if chat is not None and exchange.body.known is not None:
-            chat.continues = exchange.body.known.keys
+        if chat is not None and (known := exchange.body.known) is not None and known.keys is not None:
+            chat.continues = known.keys
         if chat is None or (key := self._pool.key_of(exchange.model)) == exchange.body.parsed.get("model"):
             return chat
         chat.model = key
