@@ -84,9 +84,7 @@ class Found(msgspec.Struct, frozen=True):
 
 def distinct_entries(entries: Iterable[Entry | None]) -> tuple[Entry, ...]:
     """Those that say something, each once, as many as an engine takes."""
-    distinct = dict.fromkeys(entries)
-    distinct.pop(None, None)
-    return tuple(distinct)[:MAX_ENTRIES]
+    return tuple(dict.fromkeys([entry for entry in entries if entry is not None]))[:MAX_ENTRIES]
 
 
 @lru_cache(1024)
