@@ -105,8 +105,8 @@ class Settings(BaseModel):
     memory_bytes: PositiveInt = 128 * 2**20
     """memory for the positions of prefixes, and for the index of which worker holds which prefix"""
     text_bytes: NonNegativeInt = 128 * 2**20
-    """memory for the text of recent prompts: it serves to learn what they share inside, to say what changed, and to
-    continue stored responses; 0 keeps no text and does none of these"""
+    """memory for the text of recent prompts: it serves to read a long conversation's next turn from where it goes on,
+    to learn what prompts share inside, to say what changed, and to continue stored responses; 0: none of these"""
     prefixes_file: Path | None = None
     """JSON file of prompts that every worker keeps in its cache; read again when it changes"""
     response_cache: NonNegativeInt = 0

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import Literal, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 from proxy.boundaries.layout import PromptLayout
 from proxy.boundaries.template_facts import Opener
@@ -28,7 +32,7 @@ SHARED: frozenset[Kind] = frozenset({"system", "learned"})
 LookupResult = Literal["learnt", "head", "none"]
 
 
-class Boundary(NamedTuple):
+class Boundary(msgspec.Struct, frozen=True):
     """The end of a beginning of the prompt that others may share."""
 
     kind: Kind
@@ -47,7 +51,7 @@ class Place(NamedTuple):
     part: int | None = None  # instead of that: the content part that it follows
 
 
-class Found(NamedTuple):
+class Found(msgspec.Struct, frozen=True):
     """The boundaries of one request's prompt, and what else is known of it."""
 
     boundaries: tuple[Boundary, ...] = ()  # ascending, as far as their order is known
@@ -58,32 +62,32 @@ class Found(NamedTuple):
     renderer_id: bytes = b""  # of the tokenizer and template that the entries are for
     end: int | None = None  # tokens of the prompt behind the end of its last turn; None: not known
     unplaced: tuple[Place, ...] = ()
-
-    @property
-    def turn_key(self) -> bytes | None:
-        """Key of the whole chat; None if no turn ends with it."""
-        return self.layout.turn_key if self.layout is not None else None
+    turn_key: bytes | None = None  # of the whole chat; None if no turn ends with it
 
     @property
     def shared(self) -> int:
         """Tokens of the beginning that other conversations have, too, as well as that is known; 0: none."""
-        ends = (boundary.tokens or boundary.estimate for boundary in self.boundaries if boundary.kind in SHARED)
-        return max(ends, default=0)
+        shared = 0
+        for boundary in self.boundaries:
+            if boundary.kind in SHARED:
+                shared = max(shared, boundary.tokens or boundary.estimate)
+        return shared
 
     def without_request(self) -> Found:
         """What can be kept for long: the rest would keep the parsed request alive, whose bytes nobody counts."""
-        return self._replace(prefixes=(), layout=None, unplaced=())
+        return replace(self, prefixes=(), layout=None, unplaced=(), turn_key=None)
 
     def entries(self) -> tuple[Entry, ...]:
         """The hint, each entry once."""
-        return distinct_entries(boundary.entry for boundary in self.boundaries)
+        return distinct_entries([boundary.entry for boundary in self.boundaries])
 
 
 def distinct_entries(entries: Iterable[Entry | None]) -> tuple[Entry, ...]:
     """Those that say something, each once, as many as an engine takes."""
-    return tuple(dict.fromkeys(entry for entry in entries if entry is not None))[:MAX_ENTRIES]
+    return tuple(dict.fromkeys([entry for entry in entries if entry is not None]))[:MAX_ENTRIES]
 
 
+@lru_cache(1024)
 def encode_opener(opener: Opener, where: Literal["first", "last"] = "last", skip: int = 0) -> str:
     """The entry behind an opener's last occurrence but `skip`; of many ids those nearest to the place are kept."""
     return f"{f'last-{skip}' if skip else where}:{','.join(map(str, opener.ids[-MAX_IDS:]))}"

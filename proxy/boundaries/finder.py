@@ -7,9 +7,8 @@ entries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate, islice
-from typing import Any
+from itertools import accumulate
+from operator import attrgetter
 
 from xxhash import xxh3_128_digest
 
@@ -71,12 +70,12 @@ class _Search:
     def __init__(
         self, layout: PromptLayout, facts: TemplateFacts | None, positions: PositionCache, size: int, rate: float
     ) -> None:
-        self._layout, self._positions = layout, positions
-        self._facts = facts if not layout.chat.is_bare else None
-        self._tools = bool(layout.chat.body.get("tools"))
+        self._layout, self._chat, self._positions = layout, layout.chat, positions
+        self._facts = facts if not self._chat.is_bare else None
+        self._tools = bool(self._chat.body.get("tools"))
         self._moved = layout.first if self._head_moves() else -1  # nothing up to this message stays in its place
-        lengths = [len(text) if text is not None else 0 for text in layout.chat.texts]
-        self._behind = [*accumulate(reversed(lengths), initial=0)][::-1]  # characters from message i on
+        lengths = [len(text) if text is not None else 0 for text in reversed(self._chat.texts)]
+        self._behind = [*accumulate(lengths, initial=0)][::-1]  # characters from message i on
         self._size, self._rate = size, rate
         self._boundaries: list[Boundary] = []
         # Beginnings that end inside a message: content parts and characters before their end, and their key.
@@ -86,28 +85,37 @@ class _Search:
 
     def between_messages(self) -> None:
         """The ends of the system prompt, of what precedes the last text, and of turns."""
-        layout, chat = self._layout, self._layout.chat
+        layout, chat, facts = self._layout, self._chat, self._facts
         if chat.is_bare:
             return
         system_key = layout.system_key
         if not layout.alone and (layout.first or self._tools):
             self._add("system", system_key, self._first_opener(), layout.first)
         kind: Kind = "system" if layout.alone and (layout.last or self._tools) else "history"
-        key = system_key if layout.alone else layout.key
-        self._add(kind, key, self._opener_of(layout.last), layout.last)
+        self._add(kind, layout.key, self._opener_of(layout.last), layout.last)
         # What nothing tells is to be rendered once.
-        place = Place(key, layout.last) if self._moved >= 0 else Place(system_key, layout.first)
-        if self._facts is not None and _is_one_text(chat, place.message):
-            self._unplaced += [place for each in self._boundaries if each.key == place.key and not each.entry]
-        if (end := layout.end_before_loop) is not None:
-            self._add("turn", layout.keys.after[end], None, end + 1)
-        if layout.turn_key is not None and self._turn_holds():
-            end = self._facts.end(self._last_role) if self._facts is not None else None
+        place = Place(layout.key, layout.last) if self._moved >= 0 else Place(system_key, layout.first)
+        if facts is not None and _is_one_text(chat, place.message):
+            for each in self._boundaries:
+                if each.key == place.key and not each.entry:
+                    self._unplaced.append(place)
+        if (loop := layout.end_before_loop) is not None:
+            self._add("turn", layout.keys.after[loop], None, loop + 1)
+        roles, end = chat.roles, None
+        if layout.turn_key is None:
+            return
+        if facts is not None:
+            role = roles[-1] if isinstance(roles[-1], str) else ""  # a client may write anything
+            system = roles[0] == "system"
+            if not facts.turn_holds(role, later=len(roles) > 1 + system, system=system, tools=self._tools):
+                if not layout.alone and (entry := self._before_what_moves(facts)) is not None:
+                    self._add("turn", layout.keys.after[layout.last - 1], entry, layout.last)
+                return
             # A prompt's last token is always computed, so nothing is found behind it.
-            self._end = max(end, 1) if end is not None else None
-            self._add("turn", layout.turn_key, -self._end if self._end is not None else None, len(chat.messages))
-        elif layout.turn_key is not None and not layout.alone and (entry := self._before_what_moves()) is not None:
-            self._add("turn", layout.keys.after[layout.last - 1], entry, layout.last)
+            if (behind := facts.ends.get(role)) is not None:
+                self._end = max(behind, 1)
+                end = -self._end
+        self._add("turn", layout.turn_key, end, len(roles))
 
     def at_marks(self) -> None:
         """The ends of what a client marked for caching."""
@@ -124,18 +132,20 @@ class _Search:
             elif mark.message + 1 < len(chat.messages):
                 following = mark.message + 1
                 is_open = chat.roles[following] in OPEN_ROLES
-                key = layout.opener_key(following) if is_open else layout.keys.after[mark.message]
+                key = layout.openers[following] if is_open else layout.keys.after[mark.message]
                 self._add("explicit", key, self._opener_of(following) if is_open else None, following)
 
     def at_earlier_questions(self) -> None:
         """Before the questions that precede the last one."""
-        layout, roles = self._layout, self._layout.chat.roles
-        if layout.chat.is_bare or roles[layout.last] != "user":
+        layout, roles = self._layout, self._chat.roles
+        if layout.alone or self._chat.is_bare or roles[layout.last] != "user":
             return
-        earlier = (index for index in range(layout.last - 1, layout.first, -1) if roles[index] == "user")
-        for index in islice(earlier, EARLIER_QUESTIONS):
-            if (entry := self._opener_of(index)) is not None:
-                self._add("history", layout.opener_key(index), entry, index)
+        left = EARLIER_QUESTIONS
+        for index in range(layout.last - 1, layout.first, -1):
+            if roles[index] == "user" and left:
+                left -= 1
+                if (entry := self._opener_of(index)) is not None:
+                    self._add("history", layout.openers[index], entry, index)
 
     def inside_texts(self, learner: DivergenceLearner) -> None:
         """Beginnings of texts after which recent requests diverged."""
@@ -147,32 +157,35 @@ class _Search:
 
     def found(self, renderer_id: bytes) -> Found:
         layout = self._layout
-        boundaries = tuple(sorted(self._boundaries, key=lambda boundary: boundary.estimate))  # one measure for all
-        entries = [boundary.entry for boundary in boundaries if boundary.entry is not None]
+        self._boundaries.sort(key=attrgetter("estimate"))  # one measure for all
         result: LookupResult = "none"
+        for boundary in self._boundaries:
+            entry = boundary.entry
+            if isinstance(entry, str) or (entry is not None and entry <= 0):
+                result = "learnt"
+            elif entry is not None and result == "none":
+                result = "head"
         failure = None
-        if entries:
-            result = "head" if all(isinstance(entry, int) and entry > 0 for entry in entries) else "learnt"
-        elif not layout.chat.is_bare:
+        if result == "none" and not self._chat.is_bare:
             failure = "no_facts" if self._facts is None else "no_boundary"
         end = self._end if self._facts is not None and self._facts.is_own else None  # else good for a hint only
-        prefixes, unplaced = tuple(self._prefixes()), tuple(self._unplaced)
-        return Found(boundaries, prefixes, result, failure, layout, renderer_id, end, unplaced)
-
-    def _prefixes(self) -> list[bytes]:
-        layout, roles = self._layout, self._layout.chat.roles
-        keys: list[bytes] = []
+        prefixes: list[bytes] = []
         for index, key in enumerate(layout.keys.after):
-            if roles[index] in OPEN_ROLES and index > self._moved:
-                keys.append(layout.opener_key(index))
-            keys += (inside for _, _, inside in sorted(self._inside.get(index, ())))
-            keys.append(key)
-        return keys
+            if index > self._moved and index in layout.openers:
+                prefixes.append(layout.openers[index])
+            if index in self._inside:
+                prefixes += [inside for _, _, inside in sorted(self._inside[index])]
+            prefixes.append(key)
+        made = tuple(self._boundaries), tuple(prefixes), result, failure
+        return Found(*made, layout, renderer_id, end, tuple(self._unplaced), layout.turn_key)
 
     def _add(self, kind: Kind, key: bytes, entry: Entry | None, message: int) -> None:
         """A boundary before what message `message` says."""
-        if message <= self._moved or any(boundary.key == key for boundary in self._boundaries):
+        if message <= self._moved:
             return
+        for boundary in self._boundaries:
+            if boundary.key == key:
+                return
         tokens = self._positions.get(key)
         # What else a body holds is no part of the prompt.
         estimate = self._estimate(self._behind[message]) if message or self._tools else 0
@@ -193,76 +206,76 @@ class _Search:
     def _estimate(self, characters_behind: int) -> int:
         return max(0, round((self._size - characters_behind) * self._rate))
 
-    @property
-    def _last_role(self) -> str:
-        """A client may write anything as a role."""
-        role = self._layout.chat.roles[-1]
-        return role if isinstance(role, str) else ""
-
-    def _turn_holds(self) -> bool:
-        roles, facts = self._layout.chat.roles, self._facts
-        system = roles[0] == "system"
-        return facts is None or facts.turn_holds(
-            self._last_role, later=len(roles) > 1 + system, system=system, tools=self._tools
-        )
-
     def _head_moves(self) -> bool:
         """Whether the template writes tools and system prompt into the last user message, so that they have moved.
 
         What was told of this head in a shorter chat is not true here then.
         """
-        layout = self._layout
-        if self._facts is None or layout.alone or not (layout.first or self._tools):
+        layout, facts = self._layout, self._facts
+        if layout.alone or facts is None or not (layout.first or self._tools):
             return False
-        if self._facts.opener("first", tools=self._tools) is not None:
+        if ("first", self._tools) in facts.openers:
             return False
-        return not self._facts.turn_holds("user", later=False, system=bool(layout.first), tools=self._tools)
+        return not facts.turn_holds("user", later=False, system=bool(layout.first), tools=self._tools)
 
     def _first_opener(self) -> str | None:
         """Behind the opener of the first user text."""
-        layout = self._layout
-        if self._facts is None or layout.chat.roles[layout.first] != "user":
+        first = self._layout.first
+        if self._facts is None or self._chat.roles[first] != "user":
             return None
-        opener = self._facts.opener("first", tools=self._tools)
-        if opener is None or self._texts_hold(opener, 0, layout.first):
+        opener = self._facts.openers.get(("first", self._tools))
+        if opener is None or self._texts_hold(opener, 0, first):
             return None
         return encode_opener(opener, "first")
 
     def _opener_of(self, index: int) -> str | None:
         """Behind the opener of message `index`, counted from the prompt's end."""
-        layout, roles = self._layout, self._layout.chat.roles
+        roles = self._chat.roles
         if self._facts is None:
             return None
-        place: OpenerPlace = "alone" if layout.alone else "user"
+        place: OpenerPlace = "alone" if self._layout.alone else "user"
         if is_result := roles[index] != "user":
             place = "results" if index and roles[index - 1] in RESULT_ROLES else "tool"
-        if (opener := self._facts.opener(place, tools=self._tools)) is None:
+        if (opener := self._facts.openers.get((place, self._tools))) is None:
             return None
-        behind = [role for role in roles[index + 1 :] if role in OPEN_ROLES]
-        later = behind.count("user")
-        is_told = opener.no_tool or (opener.per_user and later == len(behind) and not self._tools)
-        if behind and (is_result or not is_told):
-            return None  # how often it stands behind this place is not known
+        later = 0
+        if index < self._layout.last:
+            behind = [role for role in roles[index + 1 :] if role in OPEN_ROLES]
+            later = behind.count("user")
+            is_told = opener.no_tool or (opener.per_user and later == len(behind) and not self._tools)
+            if is_result or not is_told:
+                return None  # how often it stands behind this place is not known
         return encode_opener(opener, "last", later + self._texts_hold(opener, index, len(roles)))
 
-    def _before_what_moves(self) -> str | None:
+    def _before_what_moves(self, facts: TemplateFacts) -> str | None:
         """Where the next turn parts from a chat whose last question has the tools or the system prompt in it."""
-        layout = self._layout
-        opener = self._facts.opener("next", tools=self._tools) if self._facts is not None else None
-        if opener is None or layout.last != len(layout.chat.messages) - 1:
+        layout, end = self._layout, len(self._chat.messages)
+        opener = facts.openers.get(("next", self._tools))
+        if opener is None or layout.last != end - 1:
             return None
         moves = self._texts_hold(opener, 0, layout.first) if self._moved >= 0 else 0
-        return encode_opener(opener, "last", moves + self._texts_hold(opener, layout.last, len(layout.chat.messages)))
+        return encode_opener(opener, "last", moves + self._texts_hold(opener, layout.last, end))
 
     def _texts_hold(self, opener: Opener, start: int, end: int) -> int:
-        """How often the opener's own text occurs in the texts of messages [start, end).
+        """How often the opener's own text occurs in messages [start, end), in their calls and thinking as well.
 
         A text that holds a template's markers is tokenised as if these were the template's.
         """
-        if not opener.text:
+        if not (wanted := opener.text):
             return 0
-        messages = self._layout.chat.messages[start:end]
-        return sum(_occurrences(opener.text, text) for message in messages for text in _texts_of(message))
+        count, rest = 0, [*self._chat.messages[start:end]]
+        while rest:
+            value = rest.pop()
+            if isinstance(value, dict):
+                rest += value.values()
+            elif isinstance(value, list | tuple):
+                rest += value
+            elif isinstance(value, str):
+                found = value.count(wanted)
+                if "\n" in wanted and "\\n" in value:  # arguments are JSON, and some templates write what it says
+                    found = max(found, value.replace("\\n", "\n").count(wanted))
+                count += found
+        return count
 
 
 def _last_text_at(chat: Chat, index: int) -> int:
@@ -278,27 +291,6 @@ def _is_one_text(chat: Chat, index: int) -> bool:
         return False
     content = chat.messages[index]["content"]
     return not isinstance(content, list) or len(content) == 1
-
-
-def _texts_of(message: Any) -> Iterator[str]:
-    """All texts in a message: a template may write calls and thinking, too."""
-    rest = [message]
-    while rest:
-        value = rest.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            rest += value.values()
-        elif isinstance(value, list | tuple):
-            rest += value
-
-
-def _occurrences(wanted: str, text: str) -> int:
-    """How often a template may write `wanted` for a `text`: arguments are JSON, and some write what it says."""
-    found = text.count(wanted)
-    if "\n" in wanted and "\\n" in text:
-        return max(found, text.replace("\\n", "\n").count(wanted))
-    return found
 
 
 def _ends_message(chat: Chat, mark: Mark) -> bool:

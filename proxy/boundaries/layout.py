@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
-from proxy.chat.canonical import Keys, canonical, chat_keys, digest, other_fields, without_marks
+import msgspec
+from xxhash import xxh3_128_digest
+
+from proxy.chat.canonical import NO_KEYS, Keys, canonical, chat_keys, digest, other_fields, without_marks
 from proxy.chat.chat import Chat, Mark
 
 # Roles of what tools answered, and all whose text a client writes for each request.
@@ -14,35 +17,22 @@ OPEN_ROLES = ("user", *RESULT_ROLES)
 REMINDER_ROLES = ("system", "developer")
 
 
-class PromptLayout(NamedTuple):
+class PromptLayout(msgspec.Struct, frozen=True):
     """A chat with its keys, and with its first and last message that others may differ in."""
 
     chat: Chat
     keys: Keys
+    openers: Mapping[int, bytes]  # of user and tool messages, by index: keys up to where their content begins
     first: int  # index of the first user or tool message
     last: int  # index of the last one
-
-    @property
-    def system_key(self) -> bytes:
-        """Key up to the first user text: tools and system prompt."""
-        return self.opener_key(self.first)
-
-    @property
-    def key(self) -> bytes:
-        """Key up to the last user or tool text."""
-        return self.opener_key(self.last)
+    system_key: bytes  # up to the first user text: tools and system prompt
+    key: bytes  # up to the last user or tool text
+    turn_key: bytes | None  # of the whole chat; None if no turn ends with it
 
     @property
     def alone(self) -> bool:
         """Nothing was said before the last text."""
         return self.first == self.last
-
-    @property
-    def turn_key(self) -> bytes | None:
-        """Key of the whole chat; None if no turn ends with it."""
-        body = self.chat.body
-        asks = bool(body.get("add_generation_prompt", True)) and not body.get("continue_final_message")
-        return self.keys.after[-1] if asks and self.chat.roles[-1] != "assistant" else None
 
     @property
     def end_before_loop(self) -> int | None:
@@ -56,11 +46,6 @@ class PromptLayout(NamedTuple):
             return None
         user = next((i for i in range(self.last - 1, -1, -1) if roles[i] == "user"), self.last)
         return next((i for i in range(user, self.last) if roles[i + 1] not in REMINDER_ROLES), None)
-
-    def opener_key(self, index: int) -> bytes:
-        """Key up to where the content of message `index` begins, whatever that content is."""
-        before = self.keys.after[index - 1] if index else self.keys.head
-        return digest("opener", before, str(self.chat.roles[index]).encode(errors="surrogatepass"))
 
     def cut_key(self, index: int, head: bytes) -> bytes:
         """Key of a beginning of the text of message `index`; `head` is the hash of that beginning."""
@@ -76,9 +61,19 @@ class PromptLayout(NamedTuple):
 
 def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
     """The layout of a chat; None if it has no message that others may differ in."""
-    opened = [index for index, role in enumerate(chat.roles) if role in OPEN_ROLES]
+    roles = chat.roles
+    opened = [index for index, role in enumerate(roles) if role in OPEN_ROLES]
     if not opened:
         return None
     # No template writes an opener before a prompt without messages: it shares nothing with a chat.
-    keys = chat_keys(chat.head, chat.messages, b"bare" + renderer_id if chat.is_bare else renderer_id)
-    return PromptLayout(chat, keys, opened[0], opened[-1])
+    renderer = b"bare" + renderer_id if chat.is_bare else renderer_id
+    keys = chat_keys(chat.head, chat.messages, renderer, chat.continues)
+    chat.continues = NO_KEYS  # else it would keep all before it
+    openers = {}
+    for index in opened:
+        before = keys.after[index - 1] if index else keys.head
+        openers[index] = xxh3_128_digest(b"opener\0%b\0%b" % (before, roles[index].encode()))
+    first, last, body = opened[0], opened[-1], chat.body
+    asks = body.get("add_generation_prompt", True) and not body.get("continue_final_message")
+    turn_key = keys.after[-1] if asks and roles[-1] != "assistant" else None
+    return PromptLayout(chat, keys, openers, first, last, openers[first], openers[last], turn_key)

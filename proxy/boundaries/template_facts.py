@@ -26,6 +26,7 @@ Role = Literal["user", "tool", "system"]
 
 # Fields beside the messages that a template may read, and that are one of a few values.
 SCALAR_FIELDS = ("reasoning_effort", "add_special_tokens")
+_OF_SETTING = (*SCALAR_FIELDS, "chat_template_kwargs", "chat_template")
 
 MAX_SCALAR = 64  # characters of a value; a longer one is text, not a setting
 
@@ -63,6 +64,8 @@ def setting_of(body: Mapping[str, Any]) -> Setting:
     Lists and objects, such as `documents`, stand in the head; neither openers nor ends depend on them, and each would
     be a setting of its own, never seen again.
     """
+    if body.keys().isdisjoint(_OF_SETTING):
+        return DEFAULT
     body = head_of(body)
     fields = _scalars(body, SCALAR_FIELDS)
     given = body.get("chat_template_kwargs")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any
 
 import msgspec
 from xxhash import xxh3_64_intdigest, xxh3_128, xxh3_128_digest
@@ -33,12 +34,17 @@ _encode_fast = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-class Keys(NamedTuple):
+class Keys(msgspec.Struct, frozen=True):
     """Keys of one chat, a value per message."""
 
     head: bytes
-    before: tuple[bytes, ...]  # everything before the message's last text, its own shape included
-    after: tuple[bytes, ...]  # everything up to the end of the message
+    messages: Sequence[Any] = ()
+    before: list[bytes] = []  # everything before the message's last text, its own shape included
+    after: list[bytes] = []  # everything up to the end of the message
+    left: list[int] = []  # of `MAX_ARGUMENTS`, behind the message
+
+
+NO_KEYS = Keys(b"")
 
 
 def digest(kind: str, *parts: bytes) -> bytes:
@@ -54,21 +60,26 @@ def canonical(value: Any) -> bytes:
         return _encode(value).encode(errors="surrogatepass")
 
 
-def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes) -> Keys:
-    """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it."""
+def chat_keys(body: Mapping[str, Any], messages: Sequence[Any], renderer: bytes, earlier: Keys = NO_KEYS) -> Keys:
+    """Keys of a chat request; `renderer` identifies the tokenizer and template that will read it.
+
+    The very messages of which there are `earlier` ones are not hashed again.
+    """
     head = xxh3_128_digest(renderer + canonical(head_of(body)))
-    before, after = [], []
-    key, left = head, MAX_ARGUMENTS
-    for message in messages:
+    same = [*map(is_, messages, earlier.messages), False].index(False) if earlier.head == head else 0
+    keys = Keys(head, messages, earlier.before[:same], earlier.after[:same], earlier.left[:same])
+    key, left = (keys.after[-1], keys.left[-1]) if same else (head, MAX_ARGUMENTS)
+    for message in messages[same:]:
         shape, text = _parts(message, left)
         left -= len(shape)
         chained = xxh3_128(key + shape + b"\0")  # the shape ends here, whatever the text begins with
-        before.append(chained.digest())
+        keys.before.append(chained.digest())
         chained.update(text)
         chained.update(b"\0")  # after an empty text is not before it
         key = chained.digest()
-        after.append(key)
-    return Keys(head, tuple(before), tuple(after))
+        keys.after.append(key)
+        keys.left.append(left)
+    return keys
 
 
 def head_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,13 +7,12 @@ of them is off, a variant parts too early from the prompt that the worker render
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
+import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from proxy.chat.canonical import MARKS
+from proxy.chat.canonical import MARKS, NO_KEYS, Keys
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -39,8 +38,7 @@ class Mark(NamedTuple):
     characters: int | None = None  # instead of a part: so far into the message's text
 
 
-@dataclass(frozen=True)
-class Chat:
+class Chat(msgspec.Struct):
     """One request. `roles` and `texts` hold a value for each of `messages`, which are as the client wrote them."""
 
     body: Mapping[str, Any]  # in the words of /v1/chat/completions
@@ -50,22 +48,24 @@ class Chat:
     native: Mapping[str, Any] | None = None  # the request as `path` takes it, None if that is `body`
     ids: Sequence[int] | None = None  # of a prompt given as token ids
     model: str | None = None  # for `head`: one name for all that the model has; None: as in `body`
+    roles: tuple[Any, ...] = ()  # as the client wrote each; None if there is none
+    texts: tuple[str | None, ...] = ()
+    is_bare: bool = False  # a prompt without messages
+    continues: Keys = NO_KEYS  # of a chat that may begin with the same messages
 
-    @cached_property
+    def __post_init__(self) -> None:
+        messages = [message if isinstance(message, dict) else {} for message in self.messages]
+        self.roles = tuple([message.get("role") for message in messages])
+        contents = [message.get("content") for message in messages]
+        self.texts = tuple([each if type(each) is str else _text_in(each) for each in contents])
+        self.is_bare = "messages" not in self.asked and "input" not in self.asked
+
+    @property
     def head(self) -> Mapping[str, Any]:
         """The body, by which requests are compared: an alias of the model makes no difference."""
         return self.body if self.model in (None, self.body.get("model")) else {**self.body, "model": self.model}
 
-    @cached_property
-    def roles(self) -> tuple[Any, ...]:
-        """The role of each message as the client wrote it; None if there is none."""
-        return tuple([message.get("role") if isinstance(message, dict) else None for message in self.messages])
-
-    @cached_property
-    def texts(self) -> tuple[str | None, ...]:
-        return tuple([text_of(message) for message in self.messages])
-
-    @cached_property
+    @property
     def media(self) -> tuple[tuple[int, Any], ...]:
         """The content parts that are no text, each with the index of its message."""
         return tuple(
@@ -81,17 +81,9 @@ class Chat:
         """The body to render at `path`."""
         return self.body if self.native is None else self.native
 
-    @property
-    def is_bare(self) -> bool:
-        """A prompt without messages."""
-        return "messages" not in self.asked and "input" not in self.asked
 
-
-def text_of(message: Any) -> str | None:
-    """The text in which others may differ: a string content, or its last text part. None if there is none."""
-    content = message.get("content") if isinstance(message, dict) else None
-    if type(content) is str:
-        return content
+def _text_in(content: Any) -> str | None:
+    """The text of a list content in which others may differ: its last text part. None if there is none."""
     part = last_text_part(content)
     return part["text"] if part is not None else None
 
@@ -105,7 +97,7 @@ def last_text_part(content: Any) -> dict[str, Any] | None:
 
 def marked(block: Any) -> bool:
     """Whether a client marked this part, message or tool as the end of something to cache."""
-    return isinstance(block, dict) and any(block.get(name) for name in MARKS)
+    return isinstance(block, dict) and bool(block.get(MARKS[0]) or block.get(MARKS[1]))
 
 
 def listed(value: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from proxy.chat.anthropic import messages_request
-from proxy.chat.canonical import HEAD_FIELDS
+from proxy.chat.canonical import HEAD_FIELDS, MARKS
 from proxy.chat.chat import CHAT, COMPLETIONS, MESSAGES, OUTSIDE_V1, RESPONSES, TOOLS, Chat, Mark, listed, marked
 from proxy.chat.responses import StoredResponses, responses_request
 
@@ -39,13 +39,13 @@ def chat_request(body: Mapping[str, Any]) -> Chat | None:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         return None
-    marks = [Mark(TOOLS)] if any(marked(tool) for tool in listed(body.get("tools"))) else []
+    marks = [Mark(TOOLS)] if "tools" in body and any(map(marked, listed(body["tools"]))) else []
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             continue
         if type(content := message.get("content")) is list:
             marks += [Mark(index, part) for part, block in enumerate(content) if marked(block)]
-        if len(message) > 2 and marked(message):
+        if (MARKS[0] in message or MARKS[1] in message) and marked(message):
             marks.append(Mark(index))
     return Chat(body, messages, tuple(marks))
 

@@ -60,8 +60,8 @@ class Explanation(Struct, eq=False):
         """For `/seamark/requests/{id}`."""
         positions = resolved_positions(self.sent, self.positions)
         boundaries = [
-            {"entry": entry, "tokens": positions.get(entry) if entry is not None else None, "kind": kind}
-            for kind, _, entry, *_ in self.boundaries
+            {"entry": each.entry, "tokens": positions.get(each.entry) if each.entry else None, "kind": each.kind}
+            for each in self.boundaries
         ]
         shown = {name: value for name, value in asdict(self).items() if name not in ("owner", "look")}
         return {**shown, "boundaries": boundaries, "would_save": self.would_save}

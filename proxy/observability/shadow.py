@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from xxhash import xxh3_64_digest
 
 from proxy.boundaries.boundary import Found
@@ -240,7 +241,7 @@ class Shadow(Part):
             if record.delivered is None:
                 record.prompt, record.delivered = length, cached
             record.lost = {reason: end - start for reason, (start, end) in lost.items()}
-            record.boundaries = tuple(boundary._replace(entry=boundary.tokens) for boundary in found.boundaries)
+            record.boundaries = tuple(replace(boundary, entry=boundary.tokens) for boundary in found.boundaries)
         for reason, (start, end) in lost.items():
             self._tokens[reason] += end - start
             self._metrics.shadow_lost_tokens.labels(request.model, reason).inc(end - start)

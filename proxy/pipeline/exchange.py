@@ -22,6 +22,7 @@ from proxy.fleet.worker import Slot, Worker
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
+from proxy.http.known_bodies import KnownBody
 from proxy.idle_work import Steps
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import Expectation
@@ -76,6 +77,7 @@ class Body(Struct, eq=False):
     memory: Memory = NOTHING  # that `parsed` takes
     strips_usage: bool = False  # the gateway asked for usage, the client did not
     hint: tuple[Entry, ...] = ()  # as it was last sent
+    known: KnownBody | None = None  # what it has in common with others
 
     def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
         """Settle what the gateway decides in it; `asks_usage`: streams report their tokens. Raises `BadRequest`."""

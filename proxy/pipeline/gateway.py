@@ -125,7 +125,7 @@ class Gateway:
         if tracing is not None:
             shelf.put(tracing)
         pools = [self.pool] if self.prefill_pool is None else [self.pool, self.prefill_pool]
-        bodies, preflights = BodyReader(settings, idle), Preflights(self.pool, self.upstream)
+        bodies, preflights = BodyReader(settings, idle, reader.bodies), Preflights(self.pool, self.upstream)
         adapters = AdapterChanges(pools, self.upstream, settings.silence_timeout)
         self.handler = RequestHandler(self.keys, bodies, reader, answer, self.accounting, preflights, adapters)
         metrics.shadow_mode.set(settings.shadow)

@@ -24,7 +24,8 @@ from proxy.http.asgi import BodyHold, BodyMemory
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.form_body import is_form, read_form, refuse_urlencoded
-from proxy.http.json_body import as_utf8, memory_of, parse_object
+from proxy.http.json_body import as_utf8
+from proxy.http.known_bodies import KnownBodies
 from proxy.idle_work import IdleWork
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
@@ -59,8 +60,8 @@ Answering = Callable[[Exchange], Awaitable[None]]
 class BodyReader:
     """Reads bodies within their bounds."""
 
-    def __init__(self, settings: Settings, idle: IdleWork) -> None:
-        self._settings, self._limits = settings, settings.json_limits
+    def __init__(self, settings: Settings, idle: IdleWork, known: KnownBodies) -> None:
+        self._settings, self._known = settings, known
         self._idle = idle
         self._pace = asgi.Pace(settings.client_timeout, settings.min_body_rate)
         self._turns = asyncio.Lock()
@@ -93,17 +94,16 @@ class BodyReader:
             await self.turn()
         try:
             raw = as_utf8(body.raw)
-            parsed = parse_object(raw, *self._limits)
+            read = self._known.read(raw, head.owner, is_chat=hinted)
         except errors.BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
             if hinted or isinstance(error, errors.TooComplex) or (head.key is not None and head.is_json):
                 raise
             return None
-        body.raw = raw
-        body.memory = memory_of(parsed, len(raw), settings.max_boundary_values)
+        body.raw, body.memory, body.known = raw, read.memory, read.known
         held.take(body.memory.size)
-        name = parsed.get("request_id")
-        exchange.take(parsed, settings.ask_usage)
+        name = read.parsed.get("request_id")
+        exchange.take(read.parsed, settings.ask_usage)
         return name
 
     async def turn(self) -> None:

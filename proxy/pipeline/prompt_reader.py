@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from cachetools import LRUCache
+from msgspec.structs import replace
 
 from proxy.boundaries.boundary import Found, resolve, resolved_positions
 from proxy.boundaries.divergence import DivergenceLearner
@@ -27,6 +26,7 @@ from proxy.chat.rewrites import rewrite
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker, prompt_of
 from proxy.http.json_body import parse_object, with_edits
+from proxy.http.known_bodies import KnownBodies
 from proxy.idle_work import beside
 from proxy.metrics import Metrics
 from proxy.observability.request_diff import RememberedRequest, RequestMemory
@@ -55,13 +55,15 @@ class PromptReader:
         self.recent = RequestMemory(settings.text_bytes // 4)
         self.stored = StoredResponses(settings.text_bytes // 8)
         self.told = self.positions.put  # an engine has told the tokens up to the place that a content key names
+        room = settings.text_bytes // 8 * (not settings.shadow)  # which needs it itself
+        self.bodies = KnownBodies(room, *settings.json_limits, settings.max_boundary_values)
         self._finder = BoundaryFinder(self.positions, self.learner)
         self._heads = HeadPositions(self.positions)
-        self._tokens_per_byte: LRUCache[str, float] = LRUCache(MAX_MODELS)
+        self._tokens_per_byte: dict[str, float] = {}
 
     @property
     def held(self) -> int:
-        return self.learner.held + self.recent.held + self.stored.held
+        return self.learner.held + self.recent.held + self.stored.held + self.bodies.held
 
     async def find(self, exchange: Exchange) -> None:
         """Read the prompt of a parsed request, once workers are there that serve its model."""
@@ -100,7 +102,7 @@ class PromptReader:
         serving = [worker for worker in workers if worker.engine is not None]
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
             found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
-            return Prompt(found=found._replace(failure="unpatched"))
+            return Prompt(found=replace(found, failure="unpatched"))
         if not serving:
             return Prompt(found=Found(failure="unpatched"))
         model: Any = chat.body.get("model") if chat is not None else None
@@ -110,6 +112,8 @@ class PromptReader:
         if chat is not None and renderer_id and not chat.is_bare:
             facts, template_of = self._facts.facts(renderer_id, setting_of(chat.body)), worker
         found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=len(serving) > 1)
+        if exchange.body.known is not None and found.layout is not None:
+            exchange.body.known.keys = found.layout.keys
         remembered = self._remember(chat, found, exchange.body.memory.size, exchange.head.owner)
         return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
 
@@ -133,11 +137,11 @@ class PromptReader:
         entries = found.entries()
         positions = resolved_positions(entries, resolve(entries, prompt))
         placed = (
-            boundary._replace(tokens=positions.get(boundary.entry, 0) if boundary.entry is not None else 0)
+            replace(boundary, tokens=positions.get(boundary.entry, 0) if boundary.entry is not None else 0)
             for boundary in found.boundaries
         )
         boundaries = tuple(sorted((each for each in placed if each.tokens), key=lambda boundary: boundary.tokens))
-        found = found._replace(boundaries=boundaries)
+        found = replace(found, boundaries=boundaries)
         return ReadPrompt(found, self._remember(chat, found, memory, owner), prompt)
 
     async def find_beside(self, exchange: Exchange, worker: Worker) -> Found:
@@ -154,9 +158,12 @@ class PromptReader:
     def _chat_in(self, exchange: Exchange) -> Chat | None:
         """The chat in a parsed request; None if there is none."""
         chat = chat_in(exchange.head.endpoint, exchange.body.parsed, self.stored, exchange.head.owner)
+        if chat is not None and (known := exchange.body.known) is not None and known.keys is not None:
+            chat.continues = known.keys
         if chat is None or (key := self._pool.key_of(exchange.model)) == exchange.body.parsed.get("model"):
             return chat
-        return replace(chat, model=key)
+        chat.model = key
+        return chat
 
     async def _found_at(self, chat: Chat, worker: Worker, size: int, owner: str | None) -> Found:
         """The boundaries of a chat of `size` bytes at `worker`, whose template is learnt if it is not known."""
@@ -175,6 +182,8 @@ class PromptReader:
         if isinstance(model, str) and size:
             known = self._rate(model)
             self._tokens_per_byte[model] = known + NEW_WEIGHT * (prompt / size - known)
+            if len(self._tokens_per_byte) > MAX_MODELS:
+                del self._tokens_per_byte[next(iter(self._tokens_per_byte))]
 
     def learn(self, exchange: Exchange) -> None:
         """The request has a slot: have learnt, beside it, what its boundaries lacked."""

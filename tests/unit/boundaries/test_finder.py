@@ -42,8 +42,8 @@ TOOLS = [{"type": "function", "function": {"name": "tide"}}]
 )
 def test_equal_beginnings_have_one_key_however_they_are_written_and_whatever_comes_later(written):
     one, other = layout(CHAT, temperature=1), layout([*written, assistant("Two."), user("Third?")], seed=5, stream=True)
-    assert (one.system_key, one.opener_key(1)) == (other.system_key, other.opener_key(1))
-    assert one.keys.after[:3] == other.keys.after[:3] and one.key == other.opener_key(3) != other.key
+    assert (one.system_key, one.openers[1]) == (other.system_key, other.openers[1])
+    assert one.keys.after[:3] == other.keys.after[:3] and one.key == other.openers[3] != other.key
 
 
 def test_the_key_of_a_part_depends_on_all_parts_up_to_it_and_on_its_message():

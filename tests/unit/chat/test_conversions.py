@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from proxy.boundaries.layout import layout_of
 from proxy.chat.anthropic import messages_request

@@ -8,9 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.boundaries.finder import BoundaryFinder
+from proxy.boundaries.positions import PositionCache
+from proxy.chat.reader import chat_request
 from proxy.errors import BadRequest, TooComplex
-from proxy.http import json_body
+from proxy.http import json_body, known_bodies
 from proxy.http.json_body import LOAD, MOST_PER_BYTE, Edit, as_utf8, memory_of, parse_object, with_edits, with_fields
+from proxy.http.known_bodies import KnownBodies
 from proxy.pipeline.exchange import Body
 from proxy.settings import Settings
 
@@ -188,3 +192,69 @@ def test_what_is_counted_is_about_what_parsed_json_takes(piece):
 def test_what_is_nested_too_deep_for_any_reader_is_a_value_error():
     with pytest.raises(ValueError, match="nested too deep"):
         json_body.loads(b"[" * 200_000)
+
+
+MESSAGES = (
+    st.builds(
+        lambda role, text, more: {"role": role, "content": text, **more},
+        *[st.sampled_from(["user", "tool"]), TEXTS, st.just({}) | st.dictionaries(st.just("tool_calls"), VALUES)],
+    )
+    | VALUES
+)
+FIELDS = st.lists(st.tuples(st.sampled_from(["model", "model", "tools", "messages"]), VALUES), max_size=2)
+CHANGES = st.sampled_from(["none", "none", "none", "last", "last", "messages", "before", "after", "twice", "json"])
+
+
+@given(st.data(), SPELLINGS, st.sampled_from([MANY, 9000]))
+def test_each_body_is_read_as_if_it_were_the_only_one(data, style, size):
+    known, find = KnownBodies(size, 60, MANY, MANY), BoundaryFinder(PositionCache(MANY)).find
+    before, messages, after = data.draw(FIELDS), [], data.draw(FIELDS)
+    for changes in data.draw(st.lists(CHANGES, min_size=4, max_size=8)):
+        kept = (
+            data.draw(st.integers(0, len(messages))) if changes == "messages" else len(messages) - (changes == "last")
+        )
+        messages = messages[:kept] + data.draw(st.lists(MESSAGES, min_size=1, max_size=2))
+        before = data.draw(FIELDS) if changes == "before" else before
+        after = data.draw(FIELDS) if changes == "after" else after
+        twice = [("messages", [7, 8])] if changes == "twice" else []
+        given = *before, ("messages", messages), *after, *twice
+        fields = [(name, json.dumps(value, **style)) for name, value in given]
+        raw = ("{" + ", ".join(f'"{name}" :{value}' for name, value in fields) + "}").encode(errors="surrogatepass")
+        if changes == "json":
+            at = data.draw(st.integers(0, len(raw)))
+            raw = raw[:at] + data.draw(st.sampled_from([b"", b",", b'"', b"]}", b"\xff"])) + raw[at + 1 :]
+        owner = data.draw(st.sampled_from([None, None, "ann"]))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(known_bodies, "LEAST_BYTES", 1)
+            try:
+                alone = parse_object(raw, 60, MANY)
+            except BadRequest:
+                with pytest.raises(BadRequest):
+                    known.read(raw, owner, is_chat=True)
+                continue
+            read = known.read(raw, owner, is_chat=True)
+        assert repr(read.parsed) == repr(alone) and known.held <= size  # 1 is not True, nor 1.0
+        weighed = memory_of(alone, len(raw), MANY)
+        assert 0.8 * weighed.size < read.memory.size < weighed.size + 500
+        assert abs(weighed.values - read.memory.values) <= 3 + raw.count(b",") // 8  # tenths are rounded apart
+        if (chat := chat_request(read.parsed)) is not None:
+            if read.known is not None and read.known.keys is not None:
+                chat.continues = read.known.keys
+            found = find(chat, None, b"r", len(raw))
+            assert repr(found) == repr(find(chat_request(alone), None, b"r", len(raw)))
+            if read.known is not None and found.layout is not None:
+                read.known.keys = found.layout.keys
+
+
+def test_a_conversations_next_turn_has_the_very_messages_of_the_one_before():
+    known, messages = KnownBodies(MANY, 9, MANY, MANY), [{"role": "user", "content": "Tide? " * 4000}, {}]
+    first, *others = (
+        known.read(json.dumps({"tools": [{}], "messages": messages + more, "n": 1}).encode(), owner, is_chat=True)
+        for more, owner in (([], "ann"), ([{}], "ann"), ([{"role": "user"}], "ann"), ([{}], "bob"))
+    )
+    same = [other.parsed["messages"][0] is first.parsed["messages"][0] for other in others]
+    assert same == [other.parsed["tools"] is first.parsed["tools"] for other in others] == [True, True, False]
+    assert (
+        KnownBodies(0, 9, MANY, MANY).read(json.dumps({"messages": messages}).encode(), None, is_chat=True).known
+        is None
+    )

@@ -335,7 +335,7 @@ async def test_what_the_engine_has_computed_of_a_prompt_counts_no_more_whether_t
 async def test_a_request_that_its_worker_refused_moves_only_if_another_one_is_free_now(two, held, reason):
     pool, index, moves = two.own.gateway.pool, two.own.gateway.prefix_index, two.dispatcher.move_now
     if held:
-        index.record((SYSTEM._replace(tokens=held),), two.workers[1].boot)
+        index.record((Boundary("system", b"s", "first:1", held, 150),), two.workers[1].boot)
     request = await two.given()
     first = request.worker
     (other,) = (worker for worker in two.workers if worker is not first)

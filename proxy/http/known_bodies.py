@@ -1,0 +1,114 @@
+"""Large bodies that begin as an earlier one did, such as an agent's next turn, are read from where they part.
+
+What both have is whole messages, byte for byte. The rest is read with `_MARK` in their place: a reader of JSON that has
+read the same bytes expects the same, so where the mark is found to be the first message, it stands for them all.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+from cachetools import LRUCache
+
+from proxy.errors import BadRequest
+from proxy.http.json_body import NO_BEGIN, NOTHING, Memory, check_size, loads, memory_of, parse_object
+
+LEAST_BYTES = 16_384  # of a body: smaller ones are read as fast without
+MAX_BODIES = 64
+MAX_NEW = 4096  # messages that are read one by one
+MESSAGE_BYTES = 500  # of a message beside its text, for what its readers remember
+
+_MARK = f'"{secrets.token_hex(16)}"'.encode()  # nobody can write it
+_MESSAGES = re.compile(rb'"(messages|input)"[ \t\n\r]*:[ \t\n\r]*\[')
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+@dataclass(slots=True, eq=False)
+class KnownBody:
+    """A body up to its last message, and what was read of it. Nobody may change that: other bodies share it."""
+
+    owner: str | None
+    name: str  # of the field with the messages
+    start: int  # where the first one begins
+    begins: bytes  # up to where the last one does
+    messages: list[Any] = field(default_factory=list)  # in there
+    memory: Memory = NOTHING  # that these take
+    tail: bytes = b""  # what stands behind all messages
+    others: dict[str, Any] = field(default_factory=dict)  # the whole body, with `_MARK` for its messages
+    others_memory: Memory = NOTHING
+    keys: Any = None  # of the last chat that begins like that
+
+
+class ReadBody(NamedTuple):
+    parsed: dict[str, Any]
+    memory: Memory
+    known: KnownBody | None = None
+
+
+class KnownBodies:
+    """The last bodies of all API keys; bounded in bytes, the least recently used forgotten first."""
+
+    def __init__(self, size: int, max_depth: int, max_values: int, most_values: int) -> None:
+        """`size` in bytes, 0 to keep none; limits as of `parse_object` and `memory_of`."""
+        self._max_depth, self._max_values, self._most = max_depth, max_values, most_values
+        self._bodies: LRUCache[KnownBody, int] = LRUCache(size, getsizeof=lambda taken: max(taken, size // MAX_BODIES))
+
+    @property
+    def held(self) -> int:
+        return int(self._bodies.currsize)
+
+    def read(self, raw: bytes, owner: str | None, *, is_chat: bool) -> ReadBody:
+        """A body in UTF-8 that came with the API key `owner`. Raises as `parse_object`."""
+        if is_chat and len(raw) >= LEAST_BYTES and self._bodies.maxsize:
+            known = None
+            for each in reversed([*self._bodies]):  # longer ones first, mostly
+                is_longer = known is None or len(each.begins) > len(known.begins)
+                if is_longer and each.owner == owner and raw.startswith(each.begins):
+                    known = each
+            if known is None and (match := _MESSAGES.search(raw)) is not None:
+                known = KnownBody(owner, match[1].decode(), match.end(), raw[: match.end()])
+            try:
+                if known is not None and (read := self._read_from(known, raw)) is not None:
+                    return read
+            except (msgspec.DecodeError, ValueError, RecursionError, LookupError, BadRequest):
+                pass  # it may have to be refused in other words
+        parsed = parse_object(raw, self._max_depth, self._max_values)
+        return ReadBody(parsed, memory_of(parsed, len(raw), self._most))
+
+    def _read_from(self, known: KnownBody, raw: bytes) -> ReadBody | None:
+        head, begin = raw[: known.start], len(known.begins)
+        rest = b"%b%b,%b" % (head, _MARK, raw[begin:])
+        if known.memory.values + len(rest.translate(None, NO_BEGIN)) > self._max_values:
+            return None
+        array = bytes(_fields(rest)[known.name])
+        first, *new = map(bytes, _elements(array))
+        if first != _MARK or len(new) > MAX_NEW:
+            return None  # there are messages twice, or somewhere else
+        tail = rest[known.start - 1 + len(array) :]
+        others, others_memory = known.others, known.others_memory
+        if tail != known.tail:
+            without = b"%b%b]%b" % (head, _MARK, tail)
+            others = parse_object(without, self._max_depth, self._max_values)
+            others_memory = memory_of(others, len(without), self._most)
+        messages, memory = known.messages.copy(), known.memory
+        for each in new:
+            check_size(each, self._max_depth - 2, self._max_values)
+            messages.append(loads(each))
+            before, taken = memory, memory_of(messages[-1], len(each), self._most)
+            memory = Memory(before.size + taken.size, before.values + taken.values)
+        whole = Memory(memory.size + others_memory.size, memory.values + others_memory.values)
+        cut = begin + len(array[:-1].rstrip(b" \t\n\r")) - len(new[-1]) - len(_MARK) - 2
+        if cut > begin or known not in self._bodies:
+            of_others = tail, others, others_memory
+            known = KnownBody(
+                known.owner, known.name, known.start, raw[:cut], messages[:-1], before, *of_others, known.keys
+            )
+        size = cut + len(tail) + whole.size + MESSAGE_BYTES * len(messages)
+        if size <= self._bodies.maxsize:
+            self._bodies[known] = size
+        return ReadBody({**others, known.name: messages}, whole, known)
