@@ -54,7 +54,7 @@ class WorkerPool:
         changed: Callable[[], None] = lambda: None,
         gateway_id: str = "",
     ) -> None:
-        """`changed` is called when other workers may be ready than before. `gateway_id`: of another pool of its own."""
+        """`changed` is called when other workers may be ready than before. `gateway_id`: if it has one already."""
         self._settings, self._metrics, self._upstream = settings, metrics, upstream
         self._facts, self._idle = facts, idle
         self._shelf, self._changed = shelf, changed

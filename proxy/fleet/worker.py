@@ -196,7 +196,7 @@ class Worker:
         self._work_out()
 
     def hear_of_drafts(self, gate: GateReport | None) -> None:
-        """Its feed says this; None: nothing."""
+        """What its feed says of hints beside drafts; None: nothing."""
         self.draft_gate = gate
         self._work_out()
 

@@ -71,11 +71,6 @@ class Answer:
             return False
         return bool(codings((name.lower(), value) for name, value in self.headers))
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes, undecoded. Raises `Broken` when the worker breaks off."""
-        while chunk := await self.next_chunk():
-            yield chunk
-
     async def next_chunk(self) -> bytes:
         """The next piece of the body, undecoded; empty at its end. Raises `Broken` when the worker breaks off."""
         while not (pieces := self.pieces):
@@ -90,7 +85,7 @@ class Answer:
     async def lines(self, most: int) -> AsyncIterator[bytes]:
         """The body's lines, the last one ended or not. Raises `Broken`, `OverBound` past about `most` bytes of one."""
         begun = b""
-        async for chunk in self.chunks():
+        while chunk := await self.next_chunk():
             *ended, begun = (begun + chunk).split(b"\n")
             for line in ended:
                 yield line
@@ -102,7 +97,7 @@ class Answer:
     async def read(self, most: float = inf) -> bytes:
         """The whole body. Raises `Broken`: `Malformed` past `most` bytes."""
         whole = bytearray()
-        async for chunk in self.chunks():
+        while chunk := await self.next_chunk():
             whole += chunk
             if len(whole) > most:
                 raise Malformed(f"more than {most:,} bytes")

@@ -311,13 +311,13 @@ class Exchange(Struct, eq=False):
         self.worker, self.expected, self.hint = worker, expected, hint
 
     def take(self, parsed: dict[str, Any], asks_usage: bool) -> None:
-        """Its body is JSON: see `Body.take`, which raises."""
+        """Take in its body, parsed. Raises as `Body.take`."""
         self.body.parsed = parsed
         self.ask()
         self.body.take(parsed, self.head, asks_usage)
 
     def ask(self) -> None:
-        """See what it asks for, by its path and by what is known of its body."""
+        """Work out what it asks for, from its path and from what is known of its body."""
         head, path, parsed = self.head, self.head.path, self.body.parsed
         if parsed:
             self.model = parsed.get("model") or (None if path.startswith(RESPONSE_PATH) else "")

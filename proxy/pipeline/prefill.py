@@ -164,14 +164,13 @@ class Prefills:
             contextlib.suppress(Broken, Unreachable),  # then its lease ends
             contextlib.closing(await self._send(exchange, decoder, raw, headers)) as response,
         ):
-            async for _ in response.chunks():
-                pass
+            await response.read()
 
 
 async def _params_in(response: Answer) -> dict[str, Any] | None:
     """The parameters for the second call; None if the answer has none."""
     try:
-        answer = b"".join([piece async for piece in response.chunks()])
+        answer = await response.read()
         params = json.loads(answer)[TRANSFER] if response.status == 200 else None
     except (Broken, ValueError, KeyError, TypeError, RecursionError):
         return None

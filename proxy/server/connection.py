@@ -89,7 +89,7 @@ class Connection(asyncio.Protocol):
         self._client, self._server = (peer and tuple(peer[:2])), (own and tuple(own[:2]))
         self._is_crowded = len(self._connections) > self.connection_limit
         if len(self._connections) > self.connection_limit + SPARE:
-            self._close(_CROWDED)
+            self._refuse(asgi.crowded())
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -152,12 +152,10 @@ class Connection(asyncio.Protocol):
             return
         url = httptools.parse_url(self._url)
         path = url.path.decode("ascii")
-        keeps = version != "1.0" and parser.should_keep_alive()
-        request = Request(self, version, method == "HEAD", self._expects, keeps)
-        if self._wants_websocket:
-            request.wants_websocket, self._wants_websocket = True, False
-        if self._is_crowded or self._state.is_stopping:
-            request.is_crowded, request.keeps = self._is_crowded, False
+        ends = version == "1.0" or self._is_crowded or self._state.is_stopping
+        request = Request(self, version, method == "HEAD", self._expects, not ends and parser.should_keep_alive())
+        request.is_crowded, request.wants_websocket = self._is_crowded, self._wants_websocket
+        self._wants_websocket = False
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -280,7 +278,7 @@ class Connection(asyncio.Protocol):
                 allowed = min(allowed, LINGER_SECONDS)
             if free > allowed and self._in_head and self._unfinished:
                 text = f"The request's head was not complete within {self.settings.client_timeout:g} seconds"
-                self._close(_answer(TooSlow(f"{text} (setting client_timeout).")))
+                self._refuse(TooSlow(f"{text} (setting client_timeout)."))
             elif free > allowed:
                 self.transport.close()
 
@@ -298,25 +296,18 @@ class Connection(asyncio.Protocol):
         elif self._head > self.settings.max_header_bytes:
             limit = self.settings.max_header_bytes
             text = f"The request's target and headers are larger than {limit} bytes (setting max_header_bytes)."
-            self._close(_answer(HeadTooLarge(text)))
+            self._refuse(HeadTooLarge(text))
         else:
-            self._close(_answer(InvalidHttp("This is not a valid HTTP request.")))
+            self._refuse(InvalidHttp("This is not a valid HTTP request."))
 
-    def _close(self, answer: bytes) -> None:
-        self.transport.write(answer)
+    def _refuse(self, error: GatewayError) -> None:
+        """The error is the last answer on the connection."""
+        body = error.body()
+        fields = {**error_headers(error), "connection": "close", "content-length": str(len(body))}
+        lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *map(": ".join, fields.items()), "", ""]
+        self.transport.write("\r\n".join(lines).encode() + body)
         self.transport.close()
 
 
 def bounded(settings: Settings, connections: int) -> type[Connection]:
     return type("BoundedConnection", (Connection,), {"settings": settings, "connection_limit": connections})
-
-
-def _answer(error: GatewayError) -> bytes:
-    """The error as the last answer on a connection."""
-    body = error.body()
-    fields = {**error_headers(error), "connection": "close", "content-length": str(len(body))}
-    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}", *map(": ".join, fields.items()), "", ""]
-    return "\r\n".join(lines).encode() + body
-
-
-_CROWDED = _answer(asgi.crowded())

@@ -43,14 +43,8 @@ class Client:
 
     def __init__(self, key: str) -> None:
         raw = json.dumps({"model": "m", "messages": [], "temperature": 0, "stream": True, "user": key}).encode()
-        self.served = SimpleNamespace(is_left=False, on_left=None)
-        scope = {
-            "method": "POST",
-            "path": "/v1/chat/completions",
-            "query_string": b"",
-            "headers": [],
-            asgi.SERVED: self.served,
-        }
+        scope: Any = {"method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": []}
+        scope[asgi.SERVED] = self.served = SimpleNamespace(is_left=False, on_left=None)
         self.key, self.result = key, ""
         self.run: Run | None = None  # whose answer it is to get
         self.request: Exchange = exchange_of(scope, raw, f"id-{id(self)}", send=self._got)

@@ -184,7 +184,7 @@ async def test_an_answer_is_as_it_came(upstream, peer):
     answer = await exchange(upstream, peer, head + b"x: one\r\nx: two\r\ncontent-length: 3\r\n\r\nraw")
     assert (answer.status, answer.header("X"), answer.header("missing")) == (302, "one", None)
     assert answer.headers[0] == (b"Location", b"/other") and answer.is_encoded
-    assert [chunk async for chunk in answer.chunks()] == [b"raw"]
+    assert await answer.next_chunk() == b"raw" and not await answer.read()
     sending = asyncio.create_task(upstream.send("GET", peer.url + "/again"))
     peer.read = b""
     await peer.receive()

@@ -47,7 +47,7 @@ async def _read(pieces: list[bytes], method: str, unsent: int) -> tuple[Read, ty
     try:
         answer = await asking
         found = Read(answer.status, tuple((name.lower(), value) for name, value in answer.headers))
-        async for chunk in answer.chunks():
+        while chunk := await answer.next_chunk():
             found = found._replace(body=found.body + chunk)
     except Broken as error:
         return found, type(error)

@@ -179,13 +179,7 @@ async def test_who_is_refused_at_the_door_is_no_request(with_keys, worker):
     assert (await with_keys.post(chat("Tide?"))).status_code == 401
     call = with_keys.opened(chat("Tide?"), "/v1/../x", **bearer("ann"))
     assert (await call.message())["status"] == 404
-    crowded = {
-        "method": "POST",
-        "path": "/v1/x",
-        "query_string": b"",
-        "headers": [],
-        asgi.SERVED: Mock(is_crowded=True),
-    }
+    crowded = {"method": "POST", "path": "/v1/x", "headers": [], asgi.SERVED: Mock(is_crowded=True)}
     start, _ = await sent_by(lambda send: with_keys.gateway.handler({"type": "http", **crowded}, None, send))
     assert start["status"] == 503
     asks = {"origin": "https://a", "access-control-request-method": "POST"}

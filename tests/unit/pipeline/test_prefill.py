@@ -311,6 +311,9 @@ async def test_an_adapter_is_loaded_and_unloaded_at_all_workers_and_known_at_onc
         assert asked.status_code == 200 and asked.headers["x-seamark-boundary"]
         assert asked.headers["x-seamark-reason"] != "unpatched"
     assert (await own.get("/v1/models/tide-lora")).json()["parent"] == "m"
+    workers[0].adapters["late"] = "/y"  # past the gateway
+    assert (await own.post({"model": "late", "input": "x"}, "/v1/embeddings")).headers["x-seamark-worker"] == "worker-0"
+    del workers[0].adapters["late"]
     assert (await own.post({"lora_name": "tide-lora"}, UNLOAD)).status_code == 200
     assert [worker.adapters for worker in workers] == [{}, {}]
     assert (await own.post(chat("x", model="tide-lora"))).status_code == 404

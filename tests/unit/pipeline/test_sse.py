@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Iterable
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -36,14 +35,11 @@ BESIDE = USAGE.replace(b'"choices":[]', b'"choices":[{"index":0,"finish_reason":
 
 
 class Worker:
-    """An answer in pieces; `through`: a bit for each that is to be sent where it arrives, if there is room.
-
-    Behind each, `then` is awaited.
-    """
+    """An answer in pieces, to be run behind the first. A bit of `through`: that piece goes where it arrives."""
 
     def __init__(self, pieces: Iterable[bytes], through: int = 0, then: Callable[[], Any] | None = None) -> None:
-        self._pieces, self._through, self._then = enumerate(pieces), through, then
-        self.sink: Any = None
+        """Behind each, `then` is awaited."""
+        self._pieces, self._through, self._then, self.sink = enumerate(pieces), through, then, None
 
     async def next_chunk(self) -> bytes:
         for number, piece in self._pieces:
@@ -54,26 +50,16 @@ class Worker:
         return b""
 
 
-class Client(SimpleNamespace):
-    """A client and its server; every third time there is no room."""
-
-    def __init__(self) -> None:
-        super().__init__(sent=[], asked=itertools.count())
-
-    async def send(self, message) -> None:
-        self.sent.append((message["body"], message.get("more_body", False)))
-
-    def is_writable(self) -> bool:
-        return next(self.asked) % 3 > 0
-
-    def write_chunk(self, piece: bytes) -> None:
-        self.sent.append((piece, True))
-
-
 def relay_of(worker: Any, *more: Any) -> tuple[SseRelay, list[tuple[bytes, bool]]]:
-    """And what it sends: bytes, and whether more comes."""
-    client = Client()
-    return SseRelay(worker, client.send, client, *more), client.sent
+    """And what it sends: bytes, and whether more comes. Every third time its client has no room."""
+    sent: list[tuple[bytes, bool]] = []
+
+    async def send(message) -> None:
+        sent.append((message["body"], message.get("more_body", False)))
+
+    has_room = itertools.cycle((False, True, True))
+    served = Mock(is_writable=lambda: next(has_room), write_chunk=lambda piece: sent.append((piece, True)))
+    return SseRelay(worker, send, served, *more), sent
 
 
 async def relayed(pieces: list[bytes], strips: int = 0, through: int = 0) -> tuple[list[bytes], SseRelay]:

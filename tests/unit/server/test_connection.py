@@ -283,6 +283,22 @@ async def test_a_whole_answer_goes_out_in_one_write_and_any_other_as_it_comes(co
         assert connection.transport.writes == number * writes
 
 
+@pytest.mark.parametrize(
+    ("headers", "pieces"),
+    [
+        ([(b"content-length", b"5")], [b"abcd"]),
+        ([(b"content-length", b"3")], [b"ab", b"xy"]),
+        ([(b"a", b"b\r\nc: d")], []),
+        ([], [b"a", 5]),
+    ],
+)
+async def test_half_an_answer_ends_its_connection_and_is_never_taken_for_a_whole_one(connection, headers, pieces):
+    connection.headers, connection.pieces = headers, pieces
+    await connection.answer(GET * 2)
+    assert connection.transport.closed and len(connection.scopes) == 1
+    assert not connection.transport.written.endswith((b"0\r\n\r\n", b"xy"))
+
+
 async def test_a_client_that_leaves_is_reported_to_each_of_its_requests(connection):
     left = []
     await connection.take(GET * 3)

@@ -105,11 +105,7 @@ async def test_pages_at_an_address_of_their_own_are_there_alone_and_need_no_key(
 @pytest.mark.parametrize("path", ["/v1/realtime", "/ui", "/health"])
 async def test_a_websocket_is_refused_before_anything_is_asked(gateway, worker, path):
     scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b""}
-    scope |= {
-        "headers": [],
-        "client": ("127.0.0.1", 1),
-        asgi.SERVED: SimpleNamespace(wants_websocket=True),
-    }
+    scope |= {"headers": [], "client": ("127.0.0.1", 1), asgi.SERVED: SimpleNamespace(wants_websocket=True)}
     call = Call(gateway.app, scope, b"")
     start = await call.message()
     assert start is not None and start["status"] == 426 and not worker.requests
