@@ -12,8 +12,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 logger = logging.getLogger("seamark.idle_work")
@@ -168,13 +167,6 @@ class CpuBudget:
             finally:
                 self._left -= self._cpu() - began
             yield
-
-
-def batched(values: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
-    """The values in groups of `size`, the last one shorter perhaps; as `itertools` has it from Python 3.12 on."""
-    rest = iter(values)
-    while group := tuple(islice(rest, size)):
-        yield group
 
 
 def within(seconds: float, steps: Steps[T]) -> Steps[T]:
