@@ -12,9 +12,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, TypeVar
 
 logger = logging.getLogger("seamark.idle_work")
 
@@ -51,13 +50,6 @@ def beside(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     return task
 
 
-class _Work(NamedTuple):
-    """Work for which nobody waits."""
-
-    steps: Steps[Any]
-    since: float  # time.monotonic()
-
-
 class IdleWork:
     """One per gateway. It needs a running event loop."""
 
@@ -66,7 +58,7 @@ class IdleWork:
         self._now = now
         self._slice_seconds = slice_seconds
         self._lull_at = 0.0
-        self._jobs: deque[_Work] = deque()
+        self._jobs: deque[tuple[Steps[Any], float]] = deque()  # for which nobody waits, and since when they are there
         self._next: asyncio.Handle | None = None  # the next step, if one is to come
         self._hurry = 0  # so many wait for what has been added
 
@@ -74,7 +66,7 @@ class IdleWork:
     def is_behind(self) -> bool:
         """Whether more has come up than the pauses between requests have room for."""
         jobs = self._jobs
-        return len(jobs) > MAX_WAITING or (bool(jobs) and self._now() - jobs[0].since > PATIENCE_SECONDS)
+        return len(jobs) > MAX_WAITING or (bool(jobs) and self._now() - jobs[0][1] > PATIENCE_SECONDS)
 
     def put_off(self) -> None:
         """Begin nothing for a moment: a request has come, or an answer has ended, and the client may send the next."""
@@ -82,7 +74,7 @@ class IdleWork:
 
     def add(self, steps: Steps[Any]) -> None:
         """Do this in a lull. A failure is logged by its kind."""
-        self._jobs.append(_Work(steps, self._now()))
+        self._jobs.append((steps, self._now()))
         if self._next is None:
             self._next = asyncio.get_running_loop().call_later(LULL_SECONDS, self._step)
 
@@ -139,7 +131,7 @@ class IdleWork:
             self._next = loop.call_later(wait, self._step)
             return
         try:
-            self._slice(self._jobs[0].steps)
+            self._slice(self._jobs[0][0])
         except StopIteration:
             self._jobs.popleft()
         except Exception as error:  # the kind alone: the message might hold prompt text
@@ -175,13 +167,6 @@ class CpuBudget:
             finally:
                 self._left -= self._cpu() - began
             yield
-
-
-def batched(values: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
-    """The values in groups of `size`, the last one shorter perhaps; as `itertools` has it from Python 3.12 on."""
-    rest = iter(values)
-    while group := tuple(islice(rest, size)):
-        yield group
 
 
 def within(seconds: float, steps: Steps[T]) -> Steps[T]:

@@ -190,16 +190,16 @@ class Metrics:
         self.response_cache_bytes = gauge("response_cache_bytes", "Memory that stored answers and shared ones take")
         self.response_cache_entries = gauge("response_cache_entries", "Answers in the response cache")
         self.response_cache_evictions = counter("response_cache_evictions_total", "Answers dropped from the full cache")
-        self.shadow_lost_tokens = counter(
+        self.shadow_lost_tokens = Tally(
             "shadow_lost_tokens_total", "Prompt tokens computed again at workers without the plugin", "model", "reason"
         )
-        self.shadow_lost_seconds = counter(
+        self.shadow_lost_seconds = Tally(
             "shadow_lost_seconds_total",
             "Seconds spent on these, by the worker's times to a first token",
             "model",
             "reason",
         )
-        self.shadow_requests = counter(
+        self.shadow_requests = Tally(
             "shadow_requests_total", "Requests answered by workers without the plugin: judged, or why not", "result"
         )
         self.self_checks = counter(

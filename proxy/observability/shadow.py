@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from array import array
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -133,9 +133,6 @@ class Shadow(Part):
         self.sums = RollingSums()  # what judged requests got, of that and what the plugin would have saved
         self._computed_tokens = 0
         self._prefill_seconds = 0.0  # that judged requests took, by the cost models
-        self._tokens: Counter[str] = Counter()  # lost, by reason
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._results: Counter[str] = Counter()
         self._began = time.monotonic()
 
     def add(self, request: AnsweredRequest) -> None:
@@ -145,13 +142,13 @@ class Shadow(Part):
         if request.chat is None:
             return
         if request.cached is None and request.worker.probed.metrics.hits is None:
-            self._count("no_usage")
+            self._metrics.shadow_requests[("no_usage",)] += 1
             return
         if request.cached is not None and request.prompt is not None and request.seconds is not None:
             cost = self._knowledge_of(request.worker).cost
             cost.observe(request.prompt, request.cached, request.seconds, request.alone)
         if len(self._waiting) >= MAX_WAITING or self.held + request.memory > self._room:
-            self._count("no_room")
+            self._metrics.shadow_requests[("no_room",)] += 1
             return
         self._waiting.append(request)
         self.held += request.memory
@@ -167,7 +164,7 @@ class Shadow(Part):
                     took = await self._judge(request)
                 except Exception as error:  # the kind alone: the message might hold prompt text
                     logger.error("judging a request: %s", type(error).__name__)
-                    self._count("failed")
+                    self._metrics.shadow_requests[("failed",)] += 1
                 finally:
                     self.held -= request.memory
                 await asyncio.sleep(took * REST)
@@ -179,8 +176,8 @@ class Shadow(Part):
         unpriced = sum(work.tokens for known in self._known.values() for work in known.lost.values())
         return {
             "watched_seconds": time.monotonic() - self._began,
-            "requests": dict(self._results),
-            "lost": {name: {"tokens": each, "seconds": self._seconds[name]} for name, each in self._tokens.items()},
+            "requests": {result: int(number) for (result,), number in self._metrics.shadow_requests.items()},
+            "lost": self._lost_by_reason(),
             "plugin_would_save": self.would_save(),
             "tokens_without_seconds": round(unpriced),
             "cached_not_told": self._unreported,
@@ -191,8 +188,7 @@ class Shadow(Part):
     def would_save(self) -> dict[str, Any]:
         """Of what judged requests computed, what the plugin would have saved; seconds are 0 while no cost is known."""
         return {
-            "tokens": self._tokens[CURED],
-            "seconds": self._seconds[CURED],
+            **self._lost_by_reason().get(CURED, {"tokens": 0, "seconds": 0.0}),
             "computed_tokens": self._computed_tokens,
             "prefill_seconds": self._prefill_seconds,
         }
@@ -204,21 +200,30 @@ class Shadow(Part):
 
     @property
     def judged(self) -> int:
-        return self._results["judged"]
+        return int(self._metrics.shadow_requests.get(("judged",), 0))
+
+    def _lost_by_reason(self) -> dict[str, dict[str, Any]]:
+        """What was lost, whatever the model."""
+        lost: dict[str, dict[str, Any]] = {}
+        for (model, reason), tokens in self._metrics.shadow_lost_tokens.items():
+            sums = lost.setdefault(reason, {"tokens": 0, "seconds": 0.0})
+            sums["tokens"] += int(tokens)
+            sums["seconds"] += self._metrics.shadow_lost_seconds.get((model, reason), 0.0)
+        return lost
 
     async def _judge(self, request: AnsweredRequest) -> float:
         """Returns the seconds that rendering took."""
         if request.chat is None:
             return 0.0
         if request.cached is None and not await self._counted_since(request):
-            self._count("no_usage")
+            self._metrics.shadow_requests[("no_usage",)] += 1
             return 0.0
         began = time.perf_counter()
         prompt = await self._find_boundaries(request.chat, request.worker, request.size, request.memory, request.owner)
         took = time.perf_counter() - began
         found = prompt.found
         if found.failure is not None:
-            self._count(found.failure)
+            self._metrics.shadow_requests[(found.failure,)] += 1
             return took
         length = len(prompt.ids) if request.prompt is None else request.prompt
         cached = request.cached if request.cached is not None else self._hits_of(request, found, length)
@@ -229,7 +234,7 @@ class Shadow(Part):
     def _record(self, request: AnsweredRequest, prompt: ReadPrompt, length: int, cached: int) -> Steps[None]:
         found, lost = prompt.found, (yield from self._lost(request, prompt, length, cached))
         self._prefix_index.record(found.boundaries, request.boot)
-        self._count("judged")
+        self._metrics.shadow_requests[("judged",)] += 1
         length = max(length, cached, *(end for _, end in lost.values()))
         start, end = lost.get(CHANGED, (0, 0))
         self.sums.add(length, lost[CURED][1] if CURED in lost else cached, cached, end - start)
@@ -243,8 +248,7 @@ class Shadow(Part):
             record.lost = {reason: end - start for reason, (start, end) in lost.items()}
             record.boundaries = tuple(replace(boundary, entry=boundary.tokens) for boundary in found.boundaries)
         for reason, (start, end) in lost.items():
-            self._tokens[reason] += end - start
-            self._metrics.shadow_lost_tokens.labels(request.model, reason).inc(end - start)
+            self._metrics.shadow_lost_tokens[request.model, reason] += end - start
             known.lost[request.model, reason] += TokenWork.between(start, end)
         self._price(known)
 
@@ -311,15 +315,10 @@ class Shadow(Part):
         if cost is None:
             return
         for (model, reason), work in known.lost.items():
-            self._seconds[reason] += cost.seconds(work)
-            self._metrics.shadow_lost_seconds.labels(model, reason).inc(cost.seconds(work))
+            self._metrics.shadow_lost_seconds[model, reason] += cost.seconds(work)
         self._prefill_seconds += known.requests * cost.floor_seconds + cost.seconds(known.computed)
         known.lost.clear()
         known.requests, known.computed = 0, NOTHING
-
-    def _count(self, result: str) -> None:
-        self._results[result] += 1
-        self._metrics.shadow_requests.labels(result).inc()
 
 
 def _tokens(prefix: Prefix | None) -> int:

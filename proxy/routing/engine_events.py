@@ -21,7 +21,7 @@ from proxy.fleet.part import Change, Part, Shelf
 from proxy.fleet.worker import GateReport, Load, Worker
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.json_body import OverBound
-from proxy.idle_work import IdleWork, Steps, batched
+from proxy.idle_work import IdleWork, Steps
 from proxy.printable import printable
 from proxy.routing import feed_lines
 from proxy.routing.feed_lines import AdapterGone, Admitted, Cleared, FeedLine, Pinned
@@ -233,28 +233,28 @@ class EngineEvents(Part):
         feed.read_as = worker.boot
         changes: dict[tuple[Change, str], None] = {}
         is_lost, failed = False, None
-        for some in batched(line.events, STEP_EVENTS):
-            for raw in some:
-                try:
-                    event = feed_lines.read_event(raw)
-                    feed.held_states.apply(event, worker.boot)
-                except Exception as error:  # reading it again would fail in the same way
-                    failed = error
-                    continue
-                match event:
-                    case Admitted() if not _answer(feed, event.request_id, event):
-                        feed.outcomes[event.request_id] = event
-                        feed.outcomes.move_to_end(event.request_id)
-                    case Pinned() if (asked := feed.pins.get(event.request_id)) is not None and not asked.done():
-                        asked.set_result(event.fate)
-                    case Cleared():
-                        changes[Change.CLEARED, ""] = None
-                        is_lost = is_lost or bool(event.why)
-                    case AdapterGone():
-                        changes[Change.ADAPTER, event.name] = None
-            while len(feed.outcomes) > MAX_OUTCOMES:
-                feed.outcomes.popitem(last=False)
-            yield
+        for number, raw in enumerate(line.events):
+            if number % STEP_EVENTS == 0:
+                yield
+            try:
+                event = feed_lines.read_event(raw)
+                feed.held_states.apply(event, worker.boot)
+            except Exception as error:  # reading it again would fail in the same way
+                failed = error
+                continue
+            match event:
+                case Admitted() if not _answer(feed, event.request_id, event):
+                    feed.outcomes[event.request_id] = event
+                    feed.outcomes.move_to_end(event.request_id)
+                    if len(feed.outcomes) > MAX_OUTCOMES:
+                        feed.outcomes.popitem(last=False)
+                case Pinned() if (asked := feed.pins.get(event.request_id)) is not None and not asked.done():
+                    asked.set_result(event.fate)
+                case Cleared():
+                    changes[Change.CLEARED, ""] = None
+                    is_lost = is_lost or bool(event.why)
+                case AdapterGone():
+                    changes[Change.ADAPTER, event.name] = None
         if failed is not None:
             logger.error("events reported by worker %s: %s", worker.name, type(failed).__name__)
             feed.held_states.forget_all(worker.boot)

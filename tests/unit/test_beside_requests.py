@@ -12,6 +12,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,7 +182,7 @@ def test_what_an_engine_reports_is_applied_a_few_events_at_a_time(monkeypatch):
     events = EngineEvents(SimpleNamespace(), index, IdleWork(), Shelf(Metrics()))  # type: ignore[arg-type]
     told = [["admitted", str(i), "hit", 0, 0, []] for i in range(1000)]
     line = read_line(json.dumps({"boot": "b", "cursor": 1, "reset": False, "events": told}).encode())
-    done = [applied["events"] + len(feed.outcomes) for _ in events._apply(worker, feed, line)]
+    done = [applied["events"] + len(feed.outcomes) for _ in chain(events._apply(worker, feed, line), ["the end"])]
     assert done[-1] == 2000 and max(map(int.__sub__, done, [0, *done])) <= 2 * STEP_EVENTS
 
 
