@@ -59,8 +59,10 @@ class BoundaryFinder:
             return Found(failure="no_boundary")
         search = _Search(layout, facts, self._positions, size, tokens_per_byte)
         search.between_messages()
-        search.at_marks()
-        search.at_earlier_questions()
+        if chat.marks:
+            search.at_marks()
+        if not layout.alone:
+            search.at_earlier_questions()
         if by_texts and self._learner is not None:
             search.inside_texts(self._learner)
         return search.found(renderer_id)
@@ -73,7 +75,8 @@ class _Search:
         self._layout, self._chat, self._positions = layout, layout.chat, positions
         self._facts = facts if not self._chat.is_bare else None
         self._tools = bool(self._chat.body.get("tools"))
-        self._moved = layout.first if self._head_moves() else -1  # nothing up to this message stays in its place
+        is_moved = not layout.alone and self._head_moves()
+        self._moved = layout.first if is_moved else -1  # nothing up to this message stays in its place
         lengths = [len(text) if text is not None else 0 for text in reversed(self._chat.texts)]
         self._behind = [*accumulate(lengths, initial=0)][::-1]  # characters from message i on
         self._size, self._rate = size, rate
@@ -138,7 +141,7 @@ class _Search:
     def at_earlier_questions(self) -> None:
         """Before the questions that precede the last one."""
         layout, roles = self._layout, self._chat.roles
-        if layout.alone or self._chat.is_bare or roles[layout.last] != "user":
+        if self._chat.is_bare or roles[layout.last] != "user":
             return
         left = EARLIER_QUESTIONS
         for index in range(layout.last - 1, layout.first, -1):
@@ -212,9 +215,7 @@ class _Search:
         What was told of this head in a shorter chat is not true here then.
         """
         layout, facts = self._layout, self._facts
-        if layout.alone or facts is None or not (layout.first or self._tools):
-            return False
-        if ("first", self._tools) in facts.openers:
+        if facts is None or not (layout.first or self._tools) or ("first", self._tools) in facts.openers:
             return False
         return not facts.turn_holds("user", later=False, system=bool(layout.first), tools=self._tools)
 

@@ -25,14 +25,10 @@ class PromptLayout(msgspec.Struct, frozen=True):
     openers: Mapping[int, bytes]  # of user and tool messages, by index: keys up to where their content begins
     first: int  # index of the first user or tool message
     last: int  # index of the last one
+    alone: bool  # nothing was said before the last text
     system_key: bytes  # up to the first user text: tools and system prompt
     key: bytes  # up to the last user or tool text
     turn_key: bytes | None  # of the whole chat; None if no turn ends with it
-
-    @property
-    def alone(self) -> bool:
-        """Nothing was said before the last text."""
-        return self.first == self.last
 
     @property
     def end_before_loop(self) -> int | None:
@@ -76,4 +72,4 @@ def layout_of(chat: Chat, renderer_id: bytes) -> PromptLayout | None:
     first, last, body = opened[0], opened[-1], chat.body
     asks = body.get("add_generation_prompt", True) and not body.get("continue_final_message")
     turn_key = keys.after[-1] if asks and roles[-1] != "assistant" else None
-    return PromptLayout(chat, keys, openers, first, last, openers[first], openers[last], turn_key)
+    return PromptLayout(chat, keys, openers, first, last, first == last, openers[first], openers[last], turn_key)

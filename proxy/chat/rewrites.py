@@ -41,7 +41,7 @@ def _without_header(path: Path, text: str) -> list[Edit]:
 
 def _tools_sorted(body: Mapping[str, Any]) -> list[Edit]:
     """Tools in the order of their names, for clients that list them in another order each time."""
-    ordered = sorted_by_name(body.get("tools"))
+    ordered = sorted_by_name(body["tools"]) if "tools" in body else None
     return [Edit(("tools",), ordered)] if ordered and ordered != body["tools"] else []
 
 

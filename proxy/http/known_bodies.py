@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,6 +29,15 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _elements = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
+class ReadBody(NamedTuple):
+    parsed: dict[str, Any]
+    memory: Memory
+    known: KnownBody | None = None
+
+
+_NOTHING_READ = ReadBody({}, NOTHING)
+
+
 @dataclass(slots=True, eq=False)
 class KnownBody:
     """A body up to its last message, and what was read of it. Nobody may change that: other bodies share it."""
@@ -36,18 +46,11 @@ class KnownBody:
     name: str  # of the field with the messages
     start: int  # where the first one begins
     begins: bytes  # up to where the last one does
-    messages: list[Any] = field(default_factory=list)  # in there
+    messages: Sequence[Any] = ()  # in there
     memory: Memory = NOTHING  # that these take
     tail: bytes = b""  # what stands behind all messages
-    others: dict[str, Any] = field(default_factory=dict)  # the whole body, with `_MARK` for its messages
-    others_memory: Memory = NOTHING
+    others: ReadBody = _NOTHING_READ  # the whole body, with `_MARK` for its messages
     keys: Any = None  # of the last chat that begins like that
-
-
-class ReadBody(NamedTuple):
-    parsed: dict[str, Any]
-    memory: Memory
-    known: KnownBody | None = None
 
 
 class KnownBodies:
@@ -77,6 +80,9 @@ class KnownBodies:
                     return read
             except (msgspec.DecodeError, ValueError, RecursionError, LookupError, BadRequest):
                 pass  # it may have to be refused in other words
+        return self._read_whole(raw)
+
+    def _read_whole(self, raw: bytes) -> ReadBody:
         parsed = parse_object(raw, self._max_depth, self._max_values)
         return ReadBody(parsed, memory_of(parsed, len(raw), self._most))
 
@@ -90,25 +96,19 @@ class KnownBodies:
         if first != _MARK or len(new) > MAX_NEW:
             return None  # there are messages twice, or somewhere else
         tail = rest[known.start - 1 + len(array) :]
-        others, others_memory = known.others, known.others_memory
-        if tail != known.tail:
-            without = b"%b%b]%b" % (head, _MARK, tail)
-            others = parse_object(without, self._max_depth, self._max_values)
-            others_memory = memory_of(others, len(without), self._most)
-        messages, memory = known.messages.copy(), known.memory
+        others = known.others if tail == known.tail else self._read_whole(b"%b%b]%b" % (head, _MARK, tail))
+        messages, memory = [*known.messages], known.memory
         for each in new:
             check_size(each, self._max_depth - 2, self._max_values)
             messages.append(loads(each))
             before, taken = memory, memory_of(messages[-1], len(each), self._most)
             memory = Memory(before.size + taken.size, before.values + taken.values)
-        whole = Memory(memory.size + others_memory.size, memory.values + others_memory.values)
+        whole = Memory(memory.size + others.memory.size, memory.values + others.memory.values)
         cut = begin + len(array[:-1].rstrip(b" \t\n\r")) - len(new[-1]) - len(_MARK) - 2
         if cut > begin or known not in self._bodies:
-            of_others = tail, others, others_memory
-            known = KnownBody(
-                known.owner, known.name, known.start, raw[:cut], messages[:-1], before, *of_others, known.keys
-            )
+            last = {"begins": raw[:cut], "messages": messages[:-1], "memory": before}
+            known = replace(known, tail=tail, others=others, **last)
         size = cut + len(tail) + whole.size + MESSAGE_BYTES * len(messages)
         if size <= self._bodies.maxsize:
             self._bodies[known] = size
-        return ReadBody({**others, known.name: messages}, whole, known)
+        return ReadBody({**others.parsed, known.name: messages}, whole, known)

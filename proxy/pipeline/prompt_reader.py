@@ -195,7 +195,7 @@ class PromptReader:
             if renderer_id is not None and self._facts.wants(renderer_id, setting, owner):
                 model = worker.template_of(exchange.model)
                 beside(self._facts.learn(worker.renderer, renderer_id, model, setting, owner))
-        if prompt.facts is not None:
+        if prompt.facts is not None and prompt.found.unplaced:
             self._heads.learn(prompt.found, worker.renderer, owner)
 
     def _rewrite(self, exchange: Exchange) -> tuple[str, ...]:
