@@ -62,6 +62,7 @@ class Recipe:
     python: str = "python3"  # how it is called in vLLM's environment
     program: str = "docker"  # and Docker, or what stands for it
     is_published: bool = True  # at a port of this machine, by the recipe itself
+    unseen_port: str = ""  # why that port is not known
     notes: Sequence[str] = ()  # what was read besides, and what is not seen here
 
     @property
@@ -80,6 +81,8 @@ class Recipe:
         """The port where clients find it."""
         if self.listens:
             return self.listens[1]
+        if self.unseen_port:
+            raise SettingsError(self.unseen_port)
         port = self.value("--port") or str(DEFAULT_PORT)
         if (number := port_in(port)) is None:
             why = f"is not seen here; {how_to_say(port, self.source)}" if "$" in port else "is no port"
@@ -182,7 +185,7 @@ def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.env
     hiding += [word.value for word in run.options if word.several or word.value in ("-P", "--publish-all")]
     if hiding and not listens:
         cure = how_to_say(where, source) if "$" in (where := ", ".join(hiding)) else "write it as -p 8000:8000"
-        raise SettingsError(f"{source}: the port it publishes is not seen here ({where}); {cure}")
+        return replace(recipe, unseen_port=f"{source}: the port it publishes is not seen here ({where}); {cure}")
     if own is None or listens:
         return replace(recipe, listens=listens)
     notes.append(f"it publishes no port of vLLM's own {own}; these files do, at 127.0.0.1 for the gateway")
