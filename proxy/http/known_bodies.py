@@ -106,8 +106,7 @@ class KnownBodies:
         whole = Memory(memory.size + others.memory.size, memory.values + others.memory.values)
         cut = begin + len(array[:-1].rstrip(b" \t\n\r")) - len(new[-1]) - len(_MARK) - 2
         if cut > begin or known not in self._bodies:
-            last = {"begins": raw[:cut], "messages": messages[:-1], "memory": before}
-            known = replace(known, tail=tail, others=others, **last)
+            known = replace(known, begins=raw[:cut], messages=messages[:-1], memory=before, tail=tail, others=others)
         size = cut + len(tail) + whole.size + MESSAGE_BYTES * len(messages)
         if size <= self._bodies.maxsize:
             self._bodies[known] = size

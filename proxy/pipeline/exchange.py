@@ -75,16 +75,15 @@ class Body(Struct, eq=False):
     dropped: list[str] = field(default_factory=list)  # outermost fields to leave out
     names: tuple[str, ...] = ()  # outermost fields of `raw`
     memory: Memory = NOTHING  # that `parsed` takes
+    known: KnownBody | None = None  # what `raw` has in common with others
     strips_usage: bool = False  # the gateway asked for usage, the client did not
     hint: tuple[Entry, ...] = ()  # as it was last sent
-    known: KnownBody | None = None  # what it has in common with others
 
     def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
         """Settle what the gateway decides in it; `asks_usage`: streams report their tokens. Raises `BadRequest`."""
         self.parsed, self.names = parsed, tuple(parsed)
         for name in TRANSFERS:
-            if name in parsed:
-                self._drop(name)
+            self._drop(name)
         xargs = parsed.get(XARGS)
         if isinstance(xargs, dict) and not xargs.keys().isdisjoint(NOT_FROM_CLIENTS):
             kept = {name: value for name, value in xargs.items() if name not in NOT_FROM_CLIENTS}
