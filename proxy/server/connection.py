@@ -85,8 +85,6 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: Any = transport  # uvloop's is none by inheritance
         self._connections.add(self)  # type: ignore[arg-type]  # uvicorn calls `shutdown` of it
-        peer, own = map(transport.get_extra_info, ("peername", "sockname"))
-        self._client, self._server = (peer and tuple(peer[:2])), (own and tuple(own[:2]))
         self._is_crowded = len(self._connections) > self.connection_limit
         if len(self._connections) > self.connection_limit + SPARE:
             self._refuse(asgi.crowded())
@@ -160,11 +158,7 @@ class Connection(asyncio.Protocol):
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": version,
-            "server": self._server,
-            "client": self._client,
-            "scheme": "http",
             "method": method,
-            "root_path": "",
             "path": unquote(path) if "%" in path else path,
             "raw_path": url.path,
             "query_string": url.query or b"",
