@@ -77,7 +77,7 @@ class Retention:
         """A prompt wants the state under `key` for others: it is no rung any more."""
         if self.is_rung(key) and (state := self._find(key)) is not None:
             self._forget(key)
-            state.rung, state.uses = False, max(state.uses, 1)
+            state.rung, state.uses = not self.make_room(len(state.blocks)), max(state.uses, 1)
             self._keep(key, state)
 
     def resumed(self, key: bytes, shared: bool) -> None:
@@ -86,7 +86,7 @@ class Retention:
         if state is not None:
             self._forget(key)
             state.uses += 1
-            state.rung = state.rung and state.uses == 1
+            state.rung = state.rung and (state.uses == 1 or not self.make_room(len(state.blocks)))
             state.turn = state.turn and not shared
             self._keep(key, state)
 
