@@ -214,15 +214,6 @@ def a_follower_waits_for_its_leader(core):
 
 
 @situation(budget=64)
-def followers_ask_for_a_state_where_they_leave_their_leader(core):
-    """A document and a question in one message: no hint says where the document ends, at 184."""
-    _waiting_always_pays(core)
-    questions = [core.request(name, HEAD[:184] + own(number, 40), [40, -4]) for number, name in enumerate("abc", 1)]
-    core.run()
-    return shown(core, *questions)
-
-
-@situation(budget=64)
 def the_leader_is_aborted(core):
     a, b = _followed(core)
     core.step()

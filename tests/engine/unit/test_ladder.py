@@ -77,6 +77,22 @@ def test_of_a_document_all_but_twice_the_question_is_found_at_once_and_all_of_it
         assert asked.ask(document + asked.text(question), salt="another")[0] <= HEAD
 
 
+@pytest.mark.parametrize("length", [670, 6800])
+@pytest.mark.parametrize("unit", [16, 64], ids=["Mamba2", "gated delta net"])
+def test_of_questions_at_once_on_a_cold_document_all_but_one_wait_for_its_exact_end(model, unit, length):
+    asked = Documents(model, unit, 1600)
+    for tokens in (1, 1001) * 8:  # as a Spark takes
+        asked.core.scheduler.seamark.step_time.step_took(tokens, 0.4 + 0.0005 * tokens)
+    document, hits = asked.text(length), asked.core.hits
+    for wave, cold in (("cold", 1), ("warm", 0)):
+        names = [f"{wave} {number}" for number in range(6)]
+        for name in names:
+            prompt = asked.head + document + asked.text(48) + asked.tail
+            asked.core.request(name, prompt, [HEAD, -TAIL])
+        asked.core.run()
+        assert sorted(hits[name] for name in names) == [0] * cold + [asked.shared(document)] * (6 - cold)
+
+
 def test_rungs_take_no_room_that_is_of_use_and_are_stored_nowhere(model, monkeypatch):
     """Under pressure other prompts find what they would find without them."""
 
