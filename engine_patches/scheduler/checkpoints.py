@@ -17,7 +17,7 @@ from engine_patches.scheduler.adapters import is_alone
 from engine_patches.scheduler.counters import AdmittedRequest, Counters
 from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.drafts import AcceptedDrafts, DraftGate, is_own, is_trial
-from engine_patches.scheduler.earlier_prompts import ExpectedJunctions, Outcomes, SeenPrefixes, TurnValue
+from engine_patches.scheduler.earlier_prompts import ExpectedJunctions, LadderUse, Outcomes, SeenPrefixes, TurnValue
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.planner import CheckpointTarget, Grid, Planner, RequestState, TurnEnd, Wish
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
@@ -53,6 +53,7 @@ class Checkpoints:
         self.seen = SeenPrefixes()
         self.turn_value = TurnValue()
         self.expected_junctions = ExpectedJunctions()
+        self.ladder = LadderUse()
 
     @property
     def writes_in_forward(self) -> bool:
@@ -119,23 +120,27 @@ class Checkpoints:
         return self.planner.targets(state.wish, request, state.prompt_tokens)
 
     def targets_in(self, request: Any, start: int, end: int) -> list[CheckpointTarget]:
-        """Those at positions in (start, end], a chunk of the prompt, with a spare one if that is of use."""
+        """Those at positions in (start, end], a chunk of the prompt, then spare ones if these are of use."""
         targets, state = self.targets(request), self.state_of(request)
         wanted = [target for target in targets if start < target.position <= end]
-        if targets and not state.wish.worthless_turn and end - start > self.verified:
-            resumable = self.grid.resumable(state.prompt_tokens or request.num_prompt_tokens)
-            positions = (state.resumed_at, *(target.position for target in targets))
-            felt = self._felt()
-            is_free = self._felt(states=1) <= 2 * felt
-            if is_free and (spare := self.planner.spare(start, end, resumable, positions, felt)):
-                wanted.append(CheckpointTarget(spare, planner.SPARE))
-                wanted.sort()
-        return wanted
+        if end - start <= self.verified or is_alone(request) or state.wish.left_to_vllm:
+            return wanted
+        tokens, felt = state.prompt_tokens or request.num_prompt_tokens, self._felt()
+        resumable = self.grid.resumable(tokens)
+        positions = [state.resumed_at, *(target.position for target in targets)]
+        is_free = targets and not state.wish.worthless_turn and self._felt(states=1) <= 2 * felt
+        if is_free and (edge := self.planner.spare(start, end, resumable, positions, felt)):
+            wanted.append(CheckpointTarget(edge, planner.SPARE))
+            positions.append(edge)
+        rungs = 0 if is_own(request) else self.ladder.rungs(tokens - state.resumed_at, self.step_time)
+        places = self.planner.ladder(self.grid.floor(resumable), positions, felt, rungs)
+        return wanted + [CheckpointTarget(place, planner.RUNG) for place in places if start < place <= end]
 
     def worth_writing(self, state: RequestState, target: CheckpointTarget) -> bool:
         """Whether a hit at a target of a request would be felt beyond what its state costs, as far as is known."""
         is_asked_for = bool(state.wish.pin or state.wish.trial)
-        return is_asked_for or self.planner.saved(target, state.resumed_at) >= self._felt(states=1)
+        saved = self.planner.saved(target, 0 if state.on_rung else state.resumed_at)
+        return is_asked_for or saved >= self._felt(states=1)
 
     def _felt(self, states: int = 0) -> float:
         """Tokens from which on it is felt that they are spared, at the price of so many states; 0 while unknown."""
@@ -165,7 +170,8 @@ class Checkpoints:
         wish, before = state.wish, state.wish.goes_on_from
         own = before is not None and target.position > before.start
         turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
-        blocks = self.states.reserve(request, target.position, turn, spare=self.planner.is_spare(wish, target))
+        spare, rung = self.planner.is_spare(wish, target), target.kind == planner.RUNG
+        blocks = self.states.reserve(request, target.position, turn, spare=spare, rung=rung)
         if blocks is not None:
             self.state_written(request, blocks[0].block_hash, target.kind)
             if before is not None and target.position == wish.turn_end:
@@ -218,6 +224,7 @@ class Checkpoints:
             self.counters.request_admitted(AdmittedRequest(name, reason, hit_tokens, shared, wish.resolved))
         key = states.keys.state_key(request, hit_tokens) if hit_tokens and states is not None else b""
         was_expected = key in self.expected_junctions.written
+        state.on_rung = states is not None and states.retention.is_rung(key)
         self._learn_junction(request, state, reason, was_expected=was_expected)
         if states is not None and key:
             if counted:
@@ -225,6 +232,8 @@ class Checkpoints:
             if counted and (loaded or key in states.written):
                 counts.hits += 1
                 counts.hit_tokens += hit_tokens
+            if hit_tokens in wish.positions:
+                states.retention.claim(key)
             passed = [position for position in wish.positions if position < hit_tokens]
             states.resumed(request, hit_tokens, passed, shared=was_expected, loaded=bool(loaded))
 
@@ -234,10 +243,12 @@ class Checkpoints:
             return
         state.begun = True
         resumed, shared = state.resumed_at, state.wish.shared
-        if was_expected:
+        if was_expected or state.on_rung:
             resumed = max((position for position in state.wish.hinted_positions if position < resumed), default=0)
         # What was evicted was there, and would have been evicted at any other place, too.
         leaves = self.planner.is_worth_learning(shared) and reason != earlier_prompts.EVICTED
+        lacking = shared - state.resumed_at if leaves else 0
+        self.ladder.admitted(request.num_prompt_tokens - state.resumed_at, lacking, is_used=state.on_rung)
         junction = self.grid.hash_of(request, shared) if leaves else None
         length, cost = request.num_prompt_tokens, self.step_time.tokens_worth(states=1)
         self.expected_junctions.add(_salt_of(request), junction, shared, length, resumed, cost)

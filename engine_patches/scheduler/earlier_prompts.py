@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from engine_patches.scheduler.planner import Grid, TurnEnd, Wish
+from engine_patches.scheduler.planner import CLOSEST, RUNGS, Grid, TurnEnd, Wish
+from engine_patches.scheduler.step_time import StepTime
 
 # Why a request did or did not resume from a state, out of the closed set that the whole product uses.
 HIT, COLD, BELOW_UNIT, NOT_WORTH_IT = "hit", "cold", "below_unit", "not_worth_it"
 EVICTED, NO_BOUNDARY, HINT_IGNORED = "evicted", "no_boundary", "hint_ignored"
+BETWEEN_STATES = "between_states"
 
 MAX_COMPUTED = 65_536  # prefixes, a hash of 32 bytes each
 MAX_HASHES = 1 << 18  # 4 million tokens at a unit of 16; some 190 bytes each
@@ -28,6 +30,10 @@ MAX_HASHES = 1 << 18  # 4 million tokens at a unit of 16; some 190 bytes each
 ENDS_TO_JUDGE, PROBE = 8, 8
 JUDGED_AFTER_SECONDS = 60.0  # a client that has not come back is taken not to
 MAX_HEADS, MAX_ENDS = 4096, 16_384  # of an end: two hashes of 32 bytes, and where they lie
+
+# Prompts in a row of whose ladders nobody took a rung, after which one in `PROBE` leaves one; and the share of the time
+# that a prompt takes which its rungs may cost.
+PROMPTS_TO_JUDGE, LADDER_SHARE = 128, 0.01
 
 WINDOW = 256  # prompts of one group that count, the latest
 ENOUGH = 3  # prompts left at a place, or behind it, where a state would have helped the one who left
@@ -85,8 +91,10 @@ class Outcomes:
             miss = self._misses.get(self._grid.hash_of(request, position + self._grid.drop))
             if miss is not None:
                 return miss
-        if hit_tokens or hinted:
-            return HIT if hit_tokens and hit_tokens >= reachable else COLD
+        if hit_tokens:
+            return HIT if hit_tokens >= reachable else BETWEEN_STATES
+        if hinted:
+            return COLD
         if not wish.hinted:
             return NO_BOUNDARY
         return BELOW_UNIT if request.num_prompt_tokens <= self._grid.unit else HINT_IGNORED
@@ -182,6 +190,28 @@ class TurnValue:
             if old and oldest.head in self._heads:
                 self._heads[oldest.head].unresumed += 1
                 self._judged[end] = oldest
+
+
+class LadderUse:
+    """How many rungs a prompt leaves: as many as cost little of its time, as long as some prompts are found by one."""
+
+    def __init__(self) -> None:
+        self._unused = 0  # prompts in a row since the last that used a rung, or lacked one
+
+    def rungs(self, tokens: int, step_time: StepTime) -> int:
+        """How many of a prompt's rungs pay, of which so many tokens are computed."""
+        if self._unused >= PROMPTS_TO_JUDGE and self._unused % PROBE:
+            return 0
+        cost = step_time.tokens_worth(states=1) if step_time.known else 0.0
+        affordable = LADDER_SHARE * (tokens + step_time.tokens_worth(passes=1))
+        return len(RUNGS) if not cost else int(min(affordable / cost, len(RUNGS)))
+
+    def admitted(self, tokens: int, lacking: int, *, is_used: bool) -> None:
+        """A prompt computes so many tokens, `lacking` of which earlier ones have; `is_used`: it goes on from a rung."""
+        if is_used or lacking >= CLOSEST:
+            self._unused = 0
+        elif tokens >= CLOSEST:
+            self._unused += 1
 
 
 class SeenPrompt(NamedTuple):

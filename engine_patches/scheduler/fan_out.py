@@ -1,7 +1,8 @@
 """Fan-out: a request whose prefix another one is computing right now waits for it, when that saves time.
 
 vLLM lets both compute it. The request that runs first is the leader. A follower is held back alone, not the requests
-behind it in the queue, and goes on as soon as the state is written, or the leader is gone or stands still.
+behind it in the queue, and goes on as soon as the state is written, or the leader is gone or stands still. Where no
+state of the leader's serves it, it asks for one at the place where it leaves its prompt: their hashes tell.
 
 A held follower costs itself a pass, and saves its prefix for everyone. But the room that it leaves goes to those behind
 it. What is more depends on how many follow and who else waits, so the next steps are played through both ways.
@@ -9,14 +10,15 @@ it. What is more depends on how many follow and who else waits, so the next step
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from engine_patches.scheduler.planner import Grid, RequestState
+from engine_patches.scheduler.planner import CLOSEST, NEAR, Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
 # What all followers of a state save together has to outweigh the pass that each waits for by this factor, and to be so
@@ -35,6 +37,7 @@ MAX_LINE, MAX_DECISIONS = 128, 16
 PATIENCE_STEPS = 8
 
 MAX_LEADERS = 4  # that a follower waits for if one after the other is gone
+MAX_ASKED = 4  # places of a leader's prompt that followers may ask for, and those where it is likely to be left
 PAUSE_STEPS = 32  # in which no request is held after a state has found no room in the cache
 MAX_STEPS = 16  # played through. What is not done by then goes on in order, at the time that its tokens take
 
@@ -132,17 +135,19 @@ class PrefillGate:
         self._step_time, self._grid, self._clock = step_time, grid, clock
         self._expected: dict[bytes, ExpectedState] = {}  # by the hash of the prefix
         self._positions: list[int] | None = []  # of all expected, deepest first; None: to be sorted
+        self._leaders: dict[str, tuple[Any, int]] = {}  # by id, with the tokens that each found in the cache
         self._step = self._paused_until = 0  # steps are counted
         self._weighed: dict[tuple[str, int], bool] = {}  # in this step, by leader and position: whether waiting pays
         self.waiting: dict[str, Wait] = {}
 
     def expect(self, request: Any, start: int, positions: Iterable[int]) -> None:
         """`request` is about to run from token `start` and to write states at `positions`."""
+        self._leaders.setdefault(request.request_id, (request, start))
         for state in positions:
             position = state + self._grid.drop
             key = self._grid.hash_of(request, position)
             known = self._expected.get(key)
-            if state > start and (known is None or not _is_coming(known)):
+            if state > start and (known is None or not _is_coming(known.leader, known.position)):
                 self._expected[key] = ExpectedState(request, position, start, state - start)
                 self._positions = None
 
@@ -150,14 +155,18 @@ class PrefillGate:
         """A step begins: drop states that are written or never will be, and followers not among `requests`."""
         self._step += 1
         self._weighed.clear()
-        for key in [key for key, known in self._expected.items() if not _is_coming(known)]:
+        for key in [key for key, known in self._expected.items() if not _is_coming(known.leader, known.position)]:
             del self._expected[key]
             self._positions = None
         for name in [name for name in self.waiting if name not in requests]:
             del self.waiting[name]
+        for name, (leader, _) in list(self._leaders.items()):
+            if not _is_coming(leader, leader.num_prompt_tokens):
+                del self._leaders[name]
 
     def clear(self) -> None:
         self._expected.clear()
+        self._leaders.clear()
         self._positions = []
 
     def pause(self) -> None:
@@ -171,8 +180,24 @@ class PrefillGate:
         for position in self._positions:
             if self._can_resume(request, position):
                 known = self._expected.get(self._grid.hash_of(request, position))
-                if known is not None and known.leader is not request and _is_coming(known):
+                if known is not None and known.leader is not request and _is_coming(known.leader, known.position):
                     yield known
+
+    def could_expect(self, request: Any) -> ExpectedState | None:
+        """A state where a waiting request leaves a running one's prompt, and nothing is coming near that place."""
+        known, found = next(self.expected_in(request), None), None
+        least = max(CLOSEST, NEAR * self._grid.alignment) + (known.position - self._grid.drop if known else 0)
+        for leader, start in self._leaders.values():
+            hashes, own = leader.block_hashes, request.block_hashes
+            if leader is request or not own or hashes[:1] != own[:1]:
+                continue
+            units = range(min(len(hashes), len(own)))
+            shared = bisect.bisect_left(units, True, key=lambda unit: hashes[unit] != own[unit]) * self._grid.unit
+            state = self._grid.deliverable(shared, min(request.num_tokens, leader.num_prompt_tokens))
+            # The chunk that it runs now may be planned to its end already.
+            if state - start >= CLOSEST and state >= least and _is_coming(leader, state):
+                least, found = state + 1, ExpectedState(leader, state + self._grid.drop, start, state - start)
+        return found
 
     def pays(self, expected: ExpectedState, scheduler: Any) -> bool:
         """Whether all who share a state save clearly by waiting, and first tokens come no later in the mean."""
@@ -247,10 +272,10 @@ def _left(request: Any) -> int:
     return int(request.num_tokens - request.num_computed_tokens)
 
 
-def _is_coming(expected: ExpectedState) -> bool:
-    leader = expected.leader
-    if leader.num_computed_tokens >= expected.position:
-        return False  # written, as all soon are: no import for these
+def _is_coming(leader: Any, position: int) -> bool:
+    """Whether a leader is going to compute its prompt up to there."""
+    if leader.num_computed_tokens >= position:
+        return False  # it has, as all soon have: no import for these
     from vllm.v1.request import RequestStatus
 
     return bool(leader.status == RequestStatus.RUNNING)
@@ -285,12 +310,15 @@ def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
     state: RequestState = checkpoints.state_of(request)
     held = request.request_id in gate.waiting
     passed = False
-    for expected in gate.expected_in(request):
+    asked = None if held else gate.could_expect(request)
+    for expected in itertools.chain([asked] if asked is not None else (), gate.expected_in(request)):
         leader = expected.leader.request_id
         # A request that has given up on a leader starts as soon as there is room for it, be it in a later step.
         if state.gave_up_on == leader:
             return False
         if held or gate.pays(expected, scheduler):
+            if expected is asked and not _ask(scheduler, gate, request, asked):
+                continue
             is_held = gate.hold(request, expected)
             if not is_held:
                 state.gave_up_on = leader
@@ -300,3 +328,16 @@ def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
         state.not_held = True
         checkpoints.counters.counts.followers["not_worth_it"] += 1
     return False
+
+
+def _ask(scheduler: Any, gate: PrefillGate, request: Any, asked: ExpectedState) -> bool:
+    """Have a leader keep a state for a follower; False if that finds more itself, or enough are asked for."""
+    lookup = scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
+    state: RequestState = scheduler.seamark.state_of(asked.leader)
+    places = state.wish.expected
+    if len(places) >= MAX_ASKED or lookup(request.block_hashes, asked.position)[1] > asked.start:
+        return False
+    position = asked.start + asked.saved
+    state.wish = replace(state.wish, expected=tuple(sorted((*places, position))))
+    gate.expect(asked.leader, asked.start, [position])
+    return True

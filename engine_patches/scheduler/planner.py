@@ -28,9 +28,14 @@ TURN_REACH = 64
 NEAR = 2
 
 # Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine, an expected one where a
-# later prompt is likely to leave this one. A spare one is where vLLM alone would have left a state of a chunk.
+# later prompt is likely to leave this one. A spare one is where vLLM alone would have left a state of a chunk. A rung
+# is one of a ladder: whoever shares all but the last q tokens of a prompt finds all but the last 2 q, and some.
 HINTED, LEARNED, EXPECTED, TAIL = "hinted", "learned", "expected", "tail"
-EDGE, JUNCTION, SPARE = "edge", "junction", "spare"
+EDGE, JUNCTION, SPARE, RUNG = "edge", "junction", "spare", "rung"
+
+# How far (tokens) a ladder's rungs lie before the last place at which a prompt can be resumed. If not all of them pay,
+# or find room, these come first. No two states of a ladder are nearer to each other than `CLOSEST`.
+RUNGS, CLOSEST = (128, 512, 2048, 64, 256, 1024, 0), 64
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class RequestState:
     prompt_tokens: int = 0  # of its prompt as it came, if only its beginning is computed here; 0: all of it is
     loaded: int = 0  # tokens that another worker has computed, and that are loaded
     resumed_at: int = 0  # its state was found there when it was admitted
+    on_rung: bool = False  # of a ladder, which does not last
     chunk_start: int = 0  # where its running chunk begins
     last_edge: int = 0  # the last block's edge before which a draft head's rows were kept
     drafts_from: int = 0  # the token from which a draft head's rows in its window are no zeros
@@ -157,12 +163,13 @@ class Planner:
         for _ in range(positions.count(0)):
             ignore("below_unit")
         hinted = tuple(sorted({*positions} - {0}))  # of several entries of one position none counts as dropped
+        end = turn_end(hint, resolved)  # of its own turn, which says nothing of what others share
         return Wish(
             hinted_positions=hinted,
             resolved=resolved,
-            turn_end=self.grid.usable(turn_end(hint, resolved)),
+            turn_end=self.grid.usable(end),
             shared=shared,
-            learned=self._learned_position(resolved, hinted, shared, prompt_tokens),
+            learned=self._learned_position({*resolved} - {end}, hinted, shared, prompt_tokens),
             expected=tuple(self.grid.deliverable(place, prompt_tokens) for place in places),
             **known,
         )
@@ -171,7 +178,7 @@ class Planner:
         """Whether a state is kept where a prompt leaves an earlier one, of which it shares so much."""
         return shared >= max(MIN_SHARED, self.grid.alignment)
 
-    def _learned_position(self, resolved: Sequence[int], hinted: Sequence[int], shared: int, prompt_tokens: int) -> int:
+    def _learned_position(self, resolved: Iterable[int], hinted: Sequence[int], shared: int, prompt_tokens: int) -> int:
         """Where a prompt leaves those before it, if that is worth a state and none of its hint serves."""
         unit = self.grid.unit
         position = self.grid.deliverable(shared, prompt_tokens)
@@ -223,6 +230,18 @@ class Planner:
         saved = edge - max((position for position in positions if position <= edge), default=0)
         return edge if edge > start and saved > 0 and saved >= felt else 0
 
+    def ladder(self, tail: int, positions: Iterable[int], felt: float, most: int) -> list[int]:
+        """The places of at most so many rungs, the most useful first.
+
+        `tail`: the last place at which the prompt can be resumed; `positions`, `felt`: as of `spare`.
+        """
+        kept, found, gap = [0, *positions], list[int](), max(felt, CLOSEST)
+        for place in (self.grid.floor(tail - distance) for distance in RUNGS):
+            if len(found) < most and place - max(at for at in kept if at <= place) >= gap:
+                kept.append(place)
+                found.append(place)
+        return found
+
     def last_turn(self, wish: Wish, request: Any) -> TurnEnd | None:
         """The turn that a request ends with, if it has a state at its end."""
         targets = [target for target in self.targets(wish, request) if target.kind != EXPECTED]
@@ -237,7 +256,7 @@ class Planner:
         hinted = wish.hinted_positions
         if target.kind == LEARNED:  # just behind a state: rather the template's words after a turn than what is shared
             return resumed_at > 0 and target.position - resumed_at <= NEAR * self.grid.unit
-        return target.kind in (TAIL, EDGE, EXPECTED, SPARE) or (len(hinted) > 1 and target.position == hinted[-1])
+        return target.kind in (TAIL, EDGE, EXPECTED, SPARE, RUNG) or (len(hinted) > 1 and target.position == hinted[-1])
 
     def is_spare(self, wish: Wish, target: CheckpointTarget) -> bool:
         """Whether the state at a target is written only where it puts out nothing.
@@ -245,7 +264,7 @@ class Planner:
         Once a prompt has gone on from an earlier turn, the one at its own end serves its client better.
         """
         before = None if wish.pin or wish.trial else wish.goes_on_from
-        return target.kind == SPARE or (before is not None and before.start < target.position < wish.turn_end)
+        return target.kind in (SPARE, RUNG) or (before is not None and before.start < target.position < wish.turn_end)
 
     def saved(self, target: CheckpointTarget, resumed_at: int) -> int:
         """Tokens that a hit at a target spares; of a learned one, what it adds to where the request itself resumed: a

@@ -28,6 +28,7 @@ class KeptState:
     blocks: Sequence[Any]  # vLLM's KVCacheBlock
     keys: Sequence[bytes]  # under which they were registered
     turn: bool  # the end of a conversation's turn, rather than of something shared
+    rung: bool = False  # of a ladder, and used once at most: whoever used it keeps a state where it leaves the prompt
     uses: int = 0  # requests that resumed from it
     before: bytes | None = None  # key of the turn that its conversation went on from
 
@@ -53,8 +54,8 @@ class Retention:
         self._num_blocks = 0
         self._added = 0  # states, since the last pruning
         self._released: dict[bytes, KeptState] = {}  # given up for the share, and perhaps still cached
-        self._released_blocks: set[int] = set()  # ids
-        self._released_last: bytes | None = None
+        self._released_blocks: dict[int, KeptState] = {}  # by id
+        self._released_last: dict[bool, bytes] = {}  # by whether it is a rung: these go before all others
         self._windows: dict[bytes, list[tuple[Any, bytes]]] = {}  # of a draft head, by state: blocks with their keys
 
     def __len__(self) -> int:
@@ -63,10 +64,21 @@ class Retention:
     def __contains__(self, key: bytes) -> bool:
         return key in self._turns or key in self._kept
 
-    def add(self, key: bytes, blocks: Sequence[Any], turn: bool) -> None:
+    def is_rung(self, key: bytes) -> bool:
+        state = self._turns.get(key) or self._kept.get(key) or self._released.get(key)
+        return state is not None and state.rung
+
+    def add(self, key: bytes, blocks: Sequence[Any], turn: bool, rung: bool = False) -> None:
         self._forget(key)
-        self._keep(key, KeptState(blocks, [block.block_hash for block in blocks], turn))
+        self._keep(key, KeptState(blocks, [block.block_hash for block in blocks], turn, rung))
         self._added += 1
+
+    def claim(self, key: bytes) -> None:
+        """A prompt wants the state under `key` for others: it is no rung any more."""
+        if self.is_rung(key) and (state := self._find(key)) is not None:
+            self._forget(key)
+            state.rung, state.uses = not self.make_room(len(state.blocks)), max(state.uses, 1)
+            self._keep(key, state)
 
     def resumed(self, key: bytes, shared: bool) -> None:
         """A request resumes from the state under `key`; `shared`: that is none of its own conversation."""
@@ -74,6 +86,7 @@ class Retention:
         if state is not None:
             self._forget(key)
             state.uses += 1
+            state.rung = state.rung and (state.uses == 1 or not self.make_room(len(state.blocks)))
             state.turn = state.turn and not shared
             self._keep(key, state)
 
@@ -122,21 +135,24 @@ class Retention:
                 return False
         return True
 
-    def has_idle(self, num_blocks: int) -> bool:
-        """Whether the next so many blocks that are taken hold at most states that were given up, and fit the share."""
-        if self._num_blocks + num_blocks > self._limit:
+    def has_idle(self, num_blocks: int, rung: bool = False) -> bool:
+        """Whether the next so many blocks that are taken hold at most states that were given up, and fit the share.
+
+        For a `rung`, whether they hold at most rungs, none of which counts for the share.
+        """
+        if not rung and self._num_blocks + num_blocks > self._limit:
             return False
         block = self._pool.free_block_queue.fake_free_list_head
         for _ in range(num_blocks):
             block = block.next_free_block
-            if block.block_hash is not None and block.block_id not in self._released_blocks:
+            if not self._is_idle(block, rung):
                 return False
         return True
 
     def give_up(self, key: bytes) -> bool:
         """A state goes before all others from now on, unless somebody has used it. False while its blocks are held."""
         state = self._turns.get(key) or self._kept.get(key)
-        if state is None or state.uses:
+        if state is None or (state.uses and not state.rung):
             return True
         if state.free:
             self._release(key)
@@ -148,7 +164,7 @@ class Retention:
             for key in [key for key, state in states.items() if not state.cached]:
                 self._forget(key)
         self._released = {key: state for key, state in self._released.items() if state.cached}
-        self._released_blocks = {block.block_id for state in self._released.values() for block in state.blocks}
+        self._released_blocks = {each.block_id: state for state in self._released.values() for each in state.blocks}
         self._windows = {key: blocks for key, blocks in self._windows.items() if key in self or key in self._released}
 
     def clear(self) -> None:
@@ -160,7 +176,10 @@ class Retention:
         self._num_blocks = 0
 
     def _release(self, key: bytes) -> None:
-        """Give a state's blocks up, behind those at the front of the free list that hold nothing or were given up."""
+        """Give a state's blocks up, behind those at the front of the free list that hold nothing or were given up.
+
+        A rung's go behind those that hold nothing, or a rung.
+        """
         state = self._turns.get(key) or self._kept[key]
         self._forget(key)
         if not state.cached:
@@ -169,12 +188,10 @@ class Retention:
         for block in state.blocks:
             queue.remove(block)
         before = queue.fake_free_list_head
-        last = self._released.get(self._released_last) if self._released_last is not None else None
+        last = self._released.get(self._released_last.get(state.rung, b""))
         if last is not None and last.cached and last.free:
             before = last.blocks[-1]  # all that stands before it holds nothing or was given up, too
-        while (block := before.next_free_block) is not queue.fake_free_list_tail and (
-            block.block_hash is None or block.block_id in self._released_blocks
-        ):
+        while (block := before.next_free_block) is not queue.fake_free_list_tail and self._is_idle(block, state.rung):
             before = block
         for block in state.blocks:
             block.prev_free_block, block.next_free_block = before, before.next_free_block
@@ -182,26 +199,35 @@ class Retention:
             before.next_free_block = before = block
         queue.num_free_blocks += len(state.blocks)
         self._released[key] = state
-        self._released_last = key
-        self._released_blocks.update(block.block_id for block in state.blocks)
+        self._released_last[state.rung] = key
+        self._released_blocks.update((block.block_id, state) for block in state.blocks)
+
+    def _is_idle(self, block: Any, rung: bool) -> bool:
+        """Whether a free block holds nothing, or what was given up; for a `rung`, nothing or a rung."""
+        if block.block_hash is None:
+            return True
+        state = self._released_blocks.get(block.block_id)
+        return state is not None and state.cached and (state.rung or not rung)
 
     def _find(self, key: bytes) -> KeptState | None:
         """The state under `key`, taken back if it was given up; None if there is none or it is no longer cached."""
         state = self._turns.get(key) or self._kept.get(key) or self._released.get(key)
         if state is None or not state.cached:
             return None
-        if self._released.pop(key, None) is not None:
-            self._released_blocks.difference_update(block.block_id for block in state.blocks)
+        if key in self._released:
+            self._forget(key)
             self._keep(key, state)
         return state
 
     def _keep(self, key: bytes, state: KeptState) -> None:
         turn_first = state.turn and state.uses <= 1
         (self._turns if turn_first else self._kept)[key] = state
-        self._num_blocks += len(state.blocks)
+        self._num_blocks += 0 if state.rung else len(state.blocks)
 
     def _forget(self, key: bytes) -> None:
-        self._released.pop(key, None)
+        for block in released.blocks if (released := self._released.pop(key, None)) is not None else ():
+            if self._released_blocks.get(block.block_id) is released:
+                del self._released_blocks[block.block_id]
         state = self._turns.pop(key, None) or self._kept.pop(key, None)
         if state is not None:
-            self._num_blocks -= len(state.blocks)
+            self._num_blocks -= 0 if state.rung else len(state.blocks)

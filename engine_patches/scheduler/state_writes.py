@@ -21,7 +21,7 @@ from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import only_generates
 from engine_patches.scheduler.earlier_prompts import EVICTED, HINT_IGNORED, NOT_WORTH_IT
-from engine_patches.scheduler.planner import HINTED, SPARE, Grid, RequestState
+from engine_patches.scheduler.planner import HINTED, RUNG, SPARE, CheckpointTarget, Grid, RequestState
 from engine_patches.scheduler.states import StateEvents, States
 from engine_patches.scheduler.transfers import keep_loaded_state
 
@@ -217,18 +217,26 @@ def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:
 
 
 def _plan_writes(scheduler: Any, output: Any) -> dict[str, list[Write]]:
-    writes: dict[str, list[Write]] = {}
-    for name, num_tokens in output.num_scheduled_tokens.items():
-        request = scheduler.requests[name]
+    requests = [scheduler.requests[name] for name in output.num_scheduled_tokens]
+    prompts = []
+    for request in requests:
         end = request.num_computed_tokens  # vLLM has advanced it already
-        start = end - num_tokens
+        start = end - output.num_scheduled_tokens[request.request_id]
         if start < request.num_prompt_tokens:
-            planned = _writes_of(scheduler, request, start, end, keep_loaded_state(scheduler, request, start, output))
-            if planned:
-                writes[name] = planned
-        if scheduler.seamark.states.windows is not None:
-            _keep_windows_at_edge(scheduler, request, end)
-    return writes
+            is_kept = keep_loaded_state(scheduler, request, start, output)
+            prompts.append(_PlannedChunk(scheduler, request, start, end, is_kept))
+    # The last room is for what is asked for, in all prompts.
+    for is_rung in (False, True):
+        for prompt in prompts:
+            for target in prompt.targets:
+                if (target.kind == RUNG) is is_rung:
+                    prompt.plan(target)
+    for prompt in prompts:
+        prompt.keep_keys()
+    if scheduler.seamark.states.windows is not None:
+        for request in requests:
+            _keep_windows_at_edge(scheduler, request, request.num_computed_tokens)
+    return {prompt.request.request_id: sorted(prompt.writes) for prompt in prompts if prompt.writes}
 
 
 def _keep_windows_at_edge(scheduler: Any, request: Any, end: int) -> None:
@@ -242,56 +250,71 @@ def _keep_windows_at_edge(scheduler: Any, request: Any, end: int) -> None:
         states.keep_windows(request, state, [edge])
 
 
-def _writes_of(scheduler: Any, request: Any, start: int, end: int, kept: bool = False) -> list[Write]:
-    """The states of one chunk, at positions in (start, end]. `kept`: the one at `start`, too, has just been kept."""
-    checkpoints: Checkpoints = scheduler.seamark
-    states, state = scheduler.seamark.states, checkpoints.state_of(request)
-    planned: list[Write] = []
-    # It goes on in copies of blocks: who shares the state finds it by these, too, when what was copied is evicted.
-    resumed = start == state.resumed_at > state.loaded
-    positions: list[int] = [start] if kept or resumed else []
-    not_offered = {start} if resumed else set()  # it was when the request was admitted
-    # A step of single tokens, or of tokens with their drafts, may be replayed as one graph of kernels, which runs no
-    # layer in segments.
-    is_replayed = end - start <= checkpoints.verified
-    for target in checkpoints.targets_in(request, start, end):
-        position, ignored, miss = target.position, "", EVICTED
-        if states.keys.is_cached(request, position):
-            if target.kind != SPARE:
-                positions.append(position)
-            continue
-        is_spare = checkpoints.planner.is_spare(state.wish, target)
-        is_worth = checkpoints.worth_writing(state, target)
-        blocks = checkpoints.reserve(request, target) if is_worth and not is_replayed else None
+class _PlannedChunk:
+    """A prompt's part of a step, and the states in it, at positions in (start, end]."""
+
+    def __init__(self, scheduler: Any, request: Any, start: int, end: int, is_kept: bool) -> None:
+        """`is_kept`: the state at `start`, too, has just been kept."""
+        self.request, self.start, self.end = request, start, end
+        self.writes: list[Write] = []
+        self._scheduler, self._checkpoints = scheduler, scheduler.seamark
+        self._states, self._state = scheduler.seamark.states, scheduler.seamark.state_of(request)
+        self.targets = scheduler.seamark.targets_in(request, start, end)
+        # It goes on in copies of blocks: who shares the state finds it by these, too, when what was copied is evicted.
+        resumed = start == self._state.resumed_at > self._state.loaded
+        self._positions: list[int] = [start] if is_kept or resumed else []
+        self._not_offered = {start} if resumed else set()  # it was when the request was admitted
+        # A step of single tokens, or of tokens with their drafts, may be replayed as one graph of kernels, which runs
+        # no layer in segments.
+        self._is_replayed = end - start <= scheduler.seamark.verified
+
+    def plan(self, target: CheckpointTarget) -> None:
+        """Write a state, if it is worth that and there is room."""
+        checkpoints, request, position, ignored, miss = self._checkpoints, self.request, target.position, "", EVICTED
+        is_unnamed = target.kind in (SPARE, RUNG)
+        if self._states.keys.is_cached(request, position):
+            if not is_unnamed:
+                self._positions.append(position)
+                self._states.retention.claim(self._states.keys.state_key(request, position))
+            return
+        is_spare = checkpoints.planner.is_spare(self._state.wish, target)
+        is_worth = checkpoints.worth_writing(self._state, target)
+        blocks = checkpoints.reserve(request, target) if is_worth and not self._is_replayed else None
         if blocks is not None:
-            groups = zip(states.keys.recurrent, blocks, strict=True)
-            planned.append(Write(position - start, {group: block.block_id for group, block in groups}))
-            positions.append(position)
+            groups = zip(self._states.keys.recurrent, blocks, strict=True)
+            self.writes.append(Write(position - self.start, {group: block.block_id for group, block in groups}))
+            self._positions.append(position)
             if is_spare:
-                not_offered.add(position)
-                continue
+                self._not_offered.add(position)
+                return
         elif is_spare or not is_worth:
             miss, ignored = NOT_WORTH_IT, NOT_WORTH_IT if target.kind == HINTED else ""
         else:
-            miss, ignored = HINT_IGNORED, "single_token" if is_replayed else "no_room"
-            if checkpoints.gate is not None and not is_replayed:
+            miss, ignored = HINT_IGNORED, "single_token" if self._is_replayed else "no_room"
+            if checkpoints.gate is not None and not self._is_replayed:
                 checkpoints.gate.pause()
         if ignored:
             checkpoints.counters.hint_ignored(ignored)
-        if target.kind != SPARE:
+        if not is_unnamed:
             checkpoints.outcomes.computed(request, position, miss)
-    if start < state.heals <= end and state.heals not in positions:
-        states.keep_windows(request, state, [state.heals])
-    if positions:
-        state.states.update(positions)
-        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-        for group, _, drop in states.keys.attention:
-            # Keys past this chunk come with the chunk that computes their rows.
-            reached = (position + drop for position in positions)
-            keep_attention_keys(managers[group], request, (position for position in reached if position <= end))
-        states.keep_windows(request, state, positions)
-        states.offer(request, (position for position in positions if position not in not_offered), used=False)
-    return planned
+
+    def keep_keys(self) -> None:
+        """All states are planned: register what leads to them."""
+        request, state, states, positions = self.request, self._state, self._states, self._positions
+        if self.start < state.heals <= self.end and state.heals not in positions:
+            states.keep_windows(request, state, [state.heals])
+        if positions:
+            state.states.update(positions)
+            managers = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+            for group, _, drop in states.keys.attention:
+                # Keys past this chunk come with the chunk that computes their rows.
+                reached = (position + drop for position in positions)
+                keep_attention_keys(
+                    managers[group], request, (position for position in reached if position <= self.end)
+                )
+            states.keep_windows(request, state, positions)
+            offered = (position for position in positions if position not in self._not_offered)
+            states.offer(request, offered, used=False)
 
 
 def _generates(request: Any, start: int, num_tokens: int) -> bool:

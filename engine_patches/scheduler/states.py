@@ -261,21 +261,28 @@ class States:
         groups = len(self.keys.recurrent)
         return self.keys.pool.get_num_free_blocks() >= groups and self.retention.has_idle(groups)
 
-    def reserve(self, request: Any, position: int, turn: bool, *, spare: bool = False) -> list[Any] | None:
+    def reserve(
+        self, request: Any, position: int, turn: bool, *, spare: bool = False, rung: bool = False
+    ) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
 
-        `turn`: of one conversation; `spare`: it puts out nothing of use, and goes first. None: the cache has no room.
+        `turn`: of one conversation; `spare`: it puts out nothing of use, and goes first, a `rung` before all others.
+        None: the cache has no room.
         """
         pool, groups = self.keys.pool, self.keys.recurrent
-        is_full = pool.get_num_free_blocks() < len(groups) or (spare and not self.has_idle)
-        if is_full or not self.retention.make_room(len(groups)):
+        is_full = pool.get_num_free_blocks() < len(groups)
+        if rung:
+            is_full = is_full or not self.retention.has_idle(len(groups), rung=True)
+        else:
+            is_full = is_full or (spare and not self.has_idle) or not self.retention.make_room(len(groups))
+        if is_full:
             return None
         blocks: list[Any] = pool.get_new_blocks(len(groups))
         self._held += blocks
         for (group, block_size), block in zip(groups.items(), blocks, strict=True):
             # It has none; vLLM 0.31 requires the argument at a block's edge.
             pool.cache_partial_block(request, block, position, group, block_size, replace_existing_hashes=True)
-        self.retention.add(blocks[0].block_hash, blocks, turn)
+        self.retention.add(blocks[0].block_hash, blocks, turn, rung)
         if spare:
             self._spare.append(blocks[0].block_hash)
         return blocks
@@ -304,9 +311,12 @@ class States:
 
     def resumed(self, request: Any, position: int, passed: Sequence[int], *, shared: bool, loaded: bool) -> None:
         """A request resumes at `position`, behind those `passed`; `shared`: with others; `loaded`: from elsewhere."""
-        if not loaded:
+        key = self.keys.state_key(request, position)
+        self.retention.resumed(key, shared)
+        if self.retention.is_rung(key):
+            self._spare.append(key)
+        elif not loaded:
             self.offer(request, [position])
-        self.retention.resumed(self.keys.state_key(request, position), shared)
         self.retention.refresh(self.keys.state_key(request, each) for each in passed)
 
     def keep_windows(self, request: Any, state: RequestState, positions: Sequence[int]) -> None:

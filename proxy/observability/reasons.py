@@ -23,6 +23,12 @@ REASON_TEXT = {
         "No earlier request began like this one. The next one that does can share it.",
         "Nothing, unless requests like it keep coming: then something near their start changes, such as a date.",
     ),
+    "between_states": ReasonText(
+        "shares more than was kept",
+        "It is the first to leave an earlier prompt where it does. It got all up to the last state before that place; "
+        "the tokens between, `shareable` less `delivered`, were computed again. A state is kept there now.",
+        "",
+    ),
     "prefix_changed": ReasonText(
         "changed in the middle",
         "It is like an earlier request, but something before the shared part's end differs; everything after that is "
@@ -147,17 +153,18 @@ def reason_for(
     if not is_full and expected.failure not in (None, "no_facts"):
         return str(expected.failure)
     cause = "hit" if is_full else _beside_change(expected, prompt, cached, shareable, deepest, engine)
+    is_first = cause in ("cold", "between_states")
     if change is not None:
         unchanged = expected.deliverable(change.token + change.lost)
         beyond = min(unchanged - max(shareable, cached), change.lost)
-        if cause == "cold":  # nobody had kept a state here before: the change is why this request needed one
+        if is_first:  # nobody had kept a state here before: the change is why this request needed one
             is_change = _is_felt(unchanged - cached, unchanged)
         else:
             is_change = _is_felt(beyond, unchanged) if cause == "hit" else beyond > 0 and beyond >= shareable - cached
         if is_change:
             return "salt" if change.is_salt else "prefix_changed"
-    if cause == "cold" and cached:  # it is the first that goes on like an earlier one, not the first that begins so
-        return "no_boundary" if _is_felt(shareable - cached, shareable) else "hit"
+    if is_first and cached:  # the first that goes on like an earlier one, not the first that begins so
+        return "between_states" if _is_felt(shareable - cached, shareable) else "hit"
     return cause
 
 
@@ -188,11 +195,13 @@ def _beside_change(expected: Expectation, prompt: int, cached: int, shareable: i
 
 # Reasons of an engine that name a cause: the gateway cannot know why a prefix that was sent before is not there, or why
 # a hint was of no use. A prefix that nobody had asked for by a boundary is first sight for its engine.
-ENGINE_CAUSES = frozenset({"cold", "evicted", "not_worth_it", "below_unit", "no_boundary", "hint_ignored"})
+ENGINE_CAUSES = frozenset(
+    {"cold", "between_states", "evicted", "not_worth_it", "below_unit", "no_boundary", "hint_ignored"}
+)
 
 
 def _of_engine(engine: str, otherwise: str) -> str:
     if engine not in ENGINE_CAUSES or (otherwise == "cold" and engine != "hint_ignored"):
         return otherwise
     # To the engine, of a template that is not known, nobody asked for a state.
-    return otherwise if otherwise == "no_facts" and engine in ("cold", "no_boundary") else engine
+    return otherwise if otherwise == "no_facts" and engine in ("cold", "between_states", "no_boundary") else engine

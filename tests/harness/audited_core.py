@@ -87,6 +87,7 @@ class Core:
         weights: Weights = WEIGHTS,
         stages: int = 1,
         context_ranks: int = 1,
+        longest: int = 6144,
     ) -> None:
         """`writes_in_forward`: the worker promises to write states inside a pass; `export`: its backend can do so once,
         at the tail, as vLLM asks for it; `overlap`: the next step is planned before the last one's tokens are known.
@@ -101,12 +102,13 @@ class Core:
         so many steps are under way, and one more with `overlap`.
         `context_ranks`: workers to which the rows of an attention block are dealt out (decode context parallel), each
         with `block` of them. States are whole on each.
+        `longest`: tokens of a request.
         """
         config = EngineArgs(
             model=model,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=6144,
+            max_model_len=longest,
             max_num_seqs=running,
             max_num_batched_tokens=budget,
             enable_prefix_caching=True,

@@ -88,6 +88,9 @@ class Unjudged(Worker):
 
     judges_keys = False
 
+    def compute_row(self, name: str, start: int, end: int, output: Any) -> list[int]:
+        return [ANSWER] if end == len(self.tokens[name]) else []
+
 
 def scenes(model: str, wanted: dict[str, Any], options: dict[str, Any]) -> Iterator[Scene]:
     """`options`: fields of a `Cell`; the gate "on" and "off"."""

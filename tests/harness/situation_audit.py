@@ -85,6 +85,11 @@ PROMPTS: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int] | None]
     "a conversation moves on": ({}, [(turn, [100, len(turn) - 4]) for turn in _TURNS]),
     # A turn's end alone: the last whole block is kept as without a hint, and the second request shows the rest.
     "a hint misses what is shared": ({}, [(HEAD[:150] + own(number, 320), [-4]) for number in (1, 2, 3)]),
+    # The first one's ladder serves the second, which keeps the place for the third.
+    "a document and its questions in one message": (
+        {"budget": 512},
+        [(HEAD[:400] + own(number, 30), [-4]) for number in (1, 2, 3)],
+    ),
     # vLLM alone finds the last whole block before that, 192.
     "the first to leave a prompt between its states": ({}, [(HEAD[:250], [40]), (HEAD[:210] + own(1, 20), [40])]),
 }

@@ -23,9 +23,8 @@ class Clock:
 
 def request(name, shared="s", tokens=4000, status=RequestStatus.WAITING, computed=0):
     hashes = [f"{shared}{number}" if number < 225 else f"{name}{number}" for number in range(tokens // UNIT)]
-    return SimpleNamespace(
-        request_id=name, block_hashes=hashes, num_tokens=tokens, status=status, num_computed_tokens=computed
-    )
+    known = {"request_id": name, "block_hashes": hashes, "num_tokens": tokens, "num_prompt_tokens": tokens}
+    return SimpleNamespace(**known, status=status, num_computed_tokens=computed)
 
 
 @pytest.fixture

@@ -84,6 +84,7 @@ class Cache(RuleBasedStateMachine):
         self.running: list[Any] = []  # blocks of requests
         self.written: list[Any] = []  # of states, until the next step
         self.spare: set[bytes] = set()
+        self.rungs: set[bytes] = set()  # of the spare ones, unless they were used twice
         self.pinned: dict[str, list[Any]] = {}
         self.told: dict[str, tuple[str, int]] = {}  # names of states by events, and whose they are
         self.turns: list[bytes] = []  # states by their keys, in the order in which they may go: these first
@@ -136,6 +137,12 @@ class Cache(RuleBasedStateMachine):
             self.before.pop(key, None)
         (self.turns if turn and uses <= 1 else self.kept).append(key)
 
+    def settle(self, key: bytes) -> None:
+        """A state was used or asked for: it is no rung any more, unless it was used once, or its share is full."""
+        if not self.retention.is_rung(key):
+            assert self.uses[key] > 1 or key not in self.rungs
+            self.rungs.discard(key)
+
     # What happens.
 
     @rule(name=names, end=st.sampled_from([64, 128]))
@@ -147,19 +154,33 @@ class Cache(RuleBasedStateMachine):
             self.running += blocks
             self.regained |= self.resumable() - before
 
-    @rule(name=names, end=ends, turn=st.booleans(), spare=st.booleans())
-    def write(self, name: str, end: int, turn: bool, spare: bool) -> None:
-        key, request = self.key(name, end), self.requests[name]
+    @rule(name=names, end=ends, turn=st.booleans(), kind=st.sampled_from(["asked for", "spare", "rung"]))
+    def write(self, name: str, end: int, turn: bool, kind: str) -> None:
+        key, request, spare, rung = self.key(name, end), self.requests[name], kind != "asked for", kind == "rung"
         if key in self.retention or self.blocks_of(key):
+            if not spare:
+                was_turn, is_known = key not in self.kept, key in {*self.turns, *self.kept, *self.given_up}
+                self.retention.claim(key)
+                self.leave([each for each in (*self.turns, *self.kept) if each != key], in_order=True)
+                if key in self.rungs and is_known and self.blocks_of(key):
+                    self.enter(key, was_turn, max(self.uses[key], 1))
+                    self.rungs -= set() if self.retention.is_rung(key) else {key}
             return  # a state that is there is not written again
-        blocks = self.states.reserve(request, end, turn, spare=spare)
+        held = {block.block_id: block.block_hash for block in self.pool.blocks}
+        blocks = self.states.reserve(request, end, turn, spare=spare, rung=rung)
+        if rung and blocks is not None:
+            put_out = {held[block.block_id] for block in blocks} - {None}
+            assert put_out <= {key[:-4] + group.to_bytes(4, "big") for key in self.rungs for group in RECURRENT}
         self.leave([*self.turns, *self.kept], in_order=True)
         if blocks is None:
             return
         self.written += blocks
         self.enter(key, turn, 0)
+        self.rungs.discard(key)
         if spare:
             self.spare.add(key)
+        if rung:
+            self.rungs.add(key)
         if end % BLOCK and self.pool.get_num_free_blocks():
             (row,) = self.pool.get_new_blocks(1)
             self.pool.cache_partial_block(request, row, end, ATTENTION, BLOCK)
@@ -174,6 +195,7 @@ class Cache(RuleBasedStateMachine):
             self.running += [self.block(key) for key in keys]
             passed = [each for each in ENDS if each < end and self.blocks_of(self.key(name, each))]
             self.states.resumed(self.requests[name], end, passed, shared=shared, loaded=False)
+            self.leave([each for each in (*self.turns, *self.kept) if each != self.key(name, end)])
             turn = self.key(name, end) in self.turns and not shared
             is_known = self.key(name, end) in {*self.turns, *self.kept, *self.given_up}
             for each in (end, *passed):
@@ -181,6 +203,7 @@ class Cache(RuleBasedStateMachine):
                 if key in self.retention:
                     was_turn = turn if each == end else key in self.turns
                     self.enter(key, was_turn, self.uses[key] + (each == end))
+                    self.settle(key)
             assert self.key(name, end) in self.retention or not is_known
 
     @rule(name=names, before=ends, end=ends, is_named=st.booleans())
@@ -250,7 +273,7 @@ class Cache(RuleBasedStateMachine):
         with contextlib.suppress(RuntimeError):
             emptied = release_before_reset(reset)(SimpleNamespace(seamark=self.checkpoints))
         assert emptied is (how == "works" and not self.running)
-        self.written, self.spare = [], set()
+        self.written, self.spare, self.rungs = [], set(), set()
         self.turns, self.kept, self.given_up = [], [], set()  # whoever it may be emptied for, no state is kept on
         if emptied:
             self.pinned = {}
@@ -262,7 +285,7 @@ class Cache(RuleBasedStateMachine):
         """The blocks of the last step's states are like any other, and what came and went is told."""
         self.states.begin_step()
         self.written = []
-        self.leave([key for key in self.spare if not self.uses[key]])
+        self.leave([key for key in self.spare if key in self.rungs or not self.uses[key]])
         self.states.events.emit_evictions()
         self.take_state_events()
         lost = [name for name, whose in self.told.items() if not self.found(*whose)]
@@ -318,7 +341,7 @@ class Cache(RuleBasedStateMachine):
         assert self.states.pins.num_blocks == len(blocks) <= PINNED_BLOCKS and len(self.states.pins._pins) == len(
             self.pinned
         )
-        assert len(RECURRENT) * len(self.retention) <= SHARE
+        assert len(RECURRENT) * sum(not self.retention.is_rung(key) for key in (*self.turns, *self.kept)) <= SHARE
 
     @invariant()
     def what_was_given_up_makes_room_before_anything_of_use(self) -> None:
@@ -328,6 +351,9 @@ class Cache(RuleBasedStateMachine):
         names = {key[:-4] + group.to_bytes(4, "big") for key in self.given_up for group in RECURRENT}
         of_use = [at for at, block in enumerate(free) if block.block_hash and block.block_hash not in names]
         assert all(at < min(of_use, default=BLOCKS) for at, block in enumerate(free) if block.block_hash in names)
+        rungs = {key[:-4] + group.to_bytes(4, "big") for key in self.given_up & self.rungs for group in RECURRENT}
+        others = [at for at, block in enumerate(free) if block.block_hash in names - rungs]
+        assert all(at < min(others, default=BLOCKS) for at, block in enumerate(free) if block.block_hash in rungs)
 
 
 class InWholeBlocks(Cache):
@@ -351,7 +377,7 @@ def cache() -> Cache:
     made = Cache()
     made.compute_rows("a", 128)
     for end in (80, 144):
-        made.write("a", end, turn=True, spare=False)
+        made.write("a", end, turn=True, kind="asked for")
     return made
 
 

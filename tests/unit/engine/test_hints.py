@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_patches.scheduler import earlier_prompts, hints, planner
-from engine_patches.scheduler.earlier_prompts import COLD, EVICTED, HINT_IGNORED, HIT, NO_BOUNDARY, NOT_WORTH_IT
+from engine_patches.scheduler.earlier_prompts import (
+    BETWEEN_STATES,
+    COLD,
+    EVICTED,
+    HINT_IGNORED,
+    HIT,
+    NO_BOUNDARY,
+    NOT_WORTH_IT,
+)
 from engine_patches.scheduler.hints import MAX_ENTRIES, MAX_PATTERN, first_end, hint_in, last_end, resolve, turn_end
 from engine_patches.scheduler.planner import EDGE, EXPECTED, HINTED, JUNCTION, LEARNED, TAIL, Grid, TurnEnd, Wish
 
@@ -146,9 +154,9 @@ def request(tokens: int = 400, name: str = "a", **more: Any) -> Any:
         ({160: EVICTED}, 160, {"hinted_positions": (160,)}, 0, COLD),  # its last token is always computed
         ({160: EVICTED, 320: NOT_WORTH_IT}, 400, {"hinted_positions": (160, 320)}, 160, NOT_WORTH_IT),  # the deepest
         ({96: NOT_WORTH_IT, 256: EVICTED}, 400, {"hinted_positions": (160,), "shared": 320}, 240, EVICTED),
-        ({96: NOT_WORTH_IT, 256: EVICTED}, 400, {"hinted_positions": (160,), "shared": 320}, 256, COLD),
+        ({96: NOT_WORTH_IT, 256: EVICTED}, 400, {"hinted_positions": (160,), "shared": 320}, 256, BETWEEN_STATES),
         ({96: NOT_WORTH_IT, 256: EVICTED}, 400, {"hinted": False, "shared": 240}, 0, NOT_WORTH_IT),
-        ({}, 400, {"hinted_positions": (160,), "shared": 176}, 160, COLD),  # nobody kept a state at 176
+        ({}, 400, {"hinted_positions": (160,), "shared": 176}, 160, BETWEEN_STATES),  # nobody kept a state at 176
         ({}, 400, {"hinted_positions": (160, 320), "shared": 160}, 160, HIT),  # nobody has had what is behind
         ({}, 320, {"hinted": False, "shared": 320}, 304, HIT),
         ({}, 400, {"hinted": False, "shared": 320}, 0, NO_BOUNDARY),
@@ -178,7 +186,7 @@ def test_a_prefix_goes_by_what_has_to_be_shared_beside_a_draft_head_and_inside_a
     assert outcomes.reason_for(first, Wish(hinted=True, shared=160), 144) == HIT, "all that it can have"
     chunked = earlier_prompts.Outcomes(Grid(16, 64))
     assert chunked.reason_for(first, Wish((128,), hinted=True, shared=176), 128) == HIT
-    assert chunked.reason_for(first, Wish((128,), hinted=True, shared=192), 128) == COLD
+    assert chunked.reason_for(first, Wish((128,), hinted=True, shared=192), 128) == BETWEEN_STATES
 
 
 LENGTHS = range(400)

@@ -80,10 +80,15 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(), {"cached": 0, "engine": "below_unit"}, None, "below_unit"),
         (expect(), {"cached": 0, "engine": "cold"}, None, "cold"),  # nobody had asked for it by a boundary
         # Nobody had gone on so far like an earlier one.
-        (expect(**NEW), {"cached": 400, "shared": 528, "engine": "cold"}, None, "hit"),
-        (expect(**NEW), {"cached": 400, "shared": 544, "engine": "cold"}, None, "no_boundary"),
-        (expect(**NEW), {"cached": 400, "shared": 528, "unchanged": 528, "engine": "cold"}, CHANGE, "hit"),
-        (expect(**NEW), {"cached": 400, "shared": 528, "unchanged": 544, "engine": "cold"}, CHANGE, "prefix_changed"),
+        (expect(**NEW), {"cached": 400, "shared": 528, "engine": "between_states"}, None, "hit"),
+        (expect(**NEW), {"cached": 400, "shared": 544, "engine": "between_states"}, None, "between_states"),
+        (expect(**NEW), {"cached": 400, "shared": 528, "unchanged": 528, "engine": "between_states"}, CHANGE, "hit"),
+        (
+            expect(**NEW),
+            {"cached": 400, "shared": 528, "unchanged": 544, "engine": "between_states"},
+            CHANGE,
+            "prefix_changed",
+        ),
         (expect(**NEW), {"cached": 0, "engine": "hint_ignored"}, None, "hint_ignored"),
         (expect(**NEW), {"cached": 0, "shared": 192, "engine": "no_boundary"}, None, "no_boundary"),
         (expect(**NEW), {"cached": 192, "shared": 240, "engine": "hit"}, None, "hit"),  # states lie on multiples of 64
