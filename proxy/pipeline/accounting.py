@@ -241,7 +241,7 @@ class Accounting(Part):
         outcome.change, outcome.reason = change, reason_for(expected, *figures, told, change)
         if not is_compared:
             self._metrics.explanations_shed.inc()
-            if outcome.reason == "cold":  # as far as is known, but for what was not looked for
+            if outcome.reason in ("cold", "between_states"):  # as far as is known, but for what was not looked for
                 outcome.reason = UNKNOWN
 
     def _conclude(self, exchange: Exchange) -> None:

@@ -83,7 +83,8 @@ class Body(Struct, eq=False):
         """Settle what the gateway decides in it; `asks_usage`: streams report their tokens. Raises `BadRequest`."""
         self.parsed, self.names = parsed, tuple(parsed)
         for name in TRANSFERS:
-            self._drop(name)
+            if name in parsed:
+                self._drop(name)
         xargs = parsed.get(XARGS)
         if isinstance(xargs, dict) and not xargs.keys().isdisjoint(NOT_FROM_CLIENTS):
             kept = {name: value for name, value in xargs.items() if name not in NOT_FROM_CLIENTS}
