@@ -119,10 +119,9 @@ async def test_a_change_costs_nothing_that_some_worker_was_sent_before(scene, se
     outcome = said("hit", cached + 12) if cached else said("cold")
     assert await scene.answered(request, Usage(400, cached), outcome) == reason
     assert scene.value("seamark_miss_total", model="m", reason=reason) == (reason != "hit")
-    explanation = request.record
-    assert explanation.look is None, "nothing of the request is held"
-    changed = explanation.changed
-    assert explanation.would_save == ({"dates": changed["lost"]} if lost is not None else {})
+    assert request.record.look is None, "nothing of the request is held"
+    changed = request.record.changed
+    assert request.record.would_save == ({"dates": changed["lost"]} if lost is not None else {})
     assert scene.value("seamark_would_save_tokens_total", text="dates") == (changed["lost"] if changed else 0)
     assert (changed and changed["lost"]) == (lost and pytest.approx(lost, abs=16))
 

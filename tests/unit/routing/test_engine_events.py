@@ -289,12 +289,10 @@ def test_an_outcome_comes_in_the_header_of_a_whole_answer():
 
 async def test_of_two_requests_with_one_name_the_later_one_is_told_of():
     async with following(feed := Feed()) as events:
-        earlier = asyncio.create_task(outcome_of(events, WORKER, "q"))
-        await asyncio.sleep(0)
-        later = asyncio.create_task(outcome_of(events, WORKER, "q"))
+        asked = [asyncio.create_task(outcome_of(events, WORKER, "q")) for _ in range(2)]
         await asyncio.sleep(0)
         feed.tell(admitted("q", "hit", 16))
-        assert (await earlier, await later) == (None, ("hit", 16, ()))
+        assert await asyncio.gather(*asked) == [None, ("hit", 16, ())]
 
 
 async def test_a_request_that_ends_after_its_worker_was_removed_leaves_nothing():
