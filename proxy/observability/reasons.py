@@ -74,8 +74,8 @@ REASON_TEXT = {
     ),
     "no_boundary": ReasonText(
         "no place to share up to",
-        "It has no text in which others could differ (a prompt of token ids), its template refuses to render such a "
-        "text, or it is the first to go on like an earlier prompt. That is kept once a second one shares it.",
+        "It has no text in which others could differ (a prompt of token ids), or its template refuses to render such a "
+        "text.",
         "Nothing for a single request. If all of a client end so, run `seamark boundary` on one of them.",
     ),
     "no_facts": ReasonText(
