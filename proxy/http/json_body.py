@@ -89,9 +89,10 @@ def parse_object(raw: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
 
 def check_size(raw: bytes, max_depth: int, max_values: int) -> None:
     """Raises `TooComplex` before anything is built of a body. What is no JSON may pass, or be refused as well."""
-    begun = raw.translate(None, NO_BEGIN)  # in strings, too
-    if len(begun) <= max_values and begun.count(b"[") + begun.count(b"{") <= max_depth:
-        return
+    if len(raw) <= SLICE:  # more is looked through once only
+        begun = raw.translate(None, NO_BEGIN)  # in strings, too
+        if len(begun) <= max_values and begun.count(b"[") + begun.count(b"{") <= max_depth:
+            return
     max_elements = ELEMENTS_PER_VALUE * max_values
     values = elements = depth = 0
     for structure in _structure(raw):

@@ -19,6 +19,7 @@ from proxy.errors import BadRequest
 from proxy.http.json_body import NO_BEGIN, NOTHING, Memory, check_size, loads, memory_of, parse_object
 
 LEAST_BYTES = 16_384  # of a body: smaller ones are read as fast without
+MOST_BYTES = 2**22  # a million tokens' text: what is larger, and may be no chat at all, is not looked through once more
 MAX_BODIES = 64
 MAX_NEW = 4096  # messages that are read one by one
 MESSAGE_BYTES = 500  # of a message beside its text, for what its readers remember
@@ -67,7 +68,7 @@ class KnownBodies:
 
     def read(self, raw: bytes, owner: str | None, *, is_chat: bool) -> ReadBody:
         """A body in UTF-8 that came with the API key `owner`. Raises as `parse_object`."""
-        if is_chat and len(raw) >= LEAST_BYTES and self._bodies.maxsize:
+        if is_chat and LEAST_BYTES <= len(raw) <= MOST_BYTES and self._bodies.maxsize:
             known = None
             for each in reversed([*self._bodies]):  # longer ones first, mostly
                 is_longer = known is None or len(each.begins) > len(known.begins)
