@@ -43,6 +43,13 @@ class Keys(msgspec.Struct, frozen=True):
     after: list[bytes] = []  # everything up to the end of the message
     left: list[int] = []  # of `MAX_ARGUMENTS`, behind the message
 
+    def of(self, begins: Sequence[Any]) -> Keys:
+        """Those of the messages that the chat `begins` with; none if these are others."""
+        end = len(begins)
+        if end > len(self.messages) or not all(map(is_, begins, self.messages)):
+            return NO_KEYS
+        return Keys(self.head, begins, self.before[:end], self.after[:end], self.left[:end])
+
 
 NO_KEYS = Keys(b"")
 

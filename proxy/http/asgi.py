@@ -313,7 +313,8 @@ class Request:
         while not (self.is_left or self.is_answered or self.is_broken):
             if self.unread or (self.is_complete and not self._has_told_end):
                 return {"type": "http.request", "body": self._read(), "more_body": not self.is_complete}
-            connection.go_on_reading()
+            if not self.is_complete:
+                connection.go_on_reading()
             await connection.changes()
         return {"type": "http.disconnect"}
 
@@ -383,7 +384,8 @@ class Request:
             logger.error("Exception in ASGI application\n", exc_info=error)
         finally:
             self._connection.tasks.discard(asyncio.current_task())
-        self._connection.transport.close()
+        transport, ends = self._connection.transport, self._is_chunked or self._left is not None or not self._status
+        (transport.close if ends else transport.abort)()  # what nothing else ends would seem whole
 
 
 async def send_whole(send: Send, status: int, headers: HeaderList, body: bytes) -> None:

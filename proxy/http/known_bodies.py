@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 from cachetools import LRUCache
+from xxhash import xxh3_128_digest
 
 from proxy.errors import BadRequest
 from proxy.http.json_body import NO_BEGIN, NOTHING, Memory, check_size, loads, memory_of, parse_object
 
 LEAST_BYTES = 16_384  # of a body: smaller ones are read as fast without
 MOST_BYTES = 2**22  # a million tokens' text: what is larger, and may be no chat at all, is not looked through once more
-MAX_BODIES = 64
+MAX_BODIES, MAX_BEGUN = 64, 1024
 MAX_NEW = 4096  # messages that are read one by one
 MESSAGE_BYTES = 500  # of a message beside its text, for what its readers remember
 
@@ -61,6 +62,7 @@ class KnownBodies:
         """`size` in bytes, 0 to keep none; limits as of `parse_object` and `memory_of`."""
         self._max_depth, self._max_values, self._most = max_depth, max_values, most_values
         self._bodies: LRUCache[KnownBody, int] = LRUCache(size, getsizeof=lambda taken: max(taken, size // MAX_BODIES))
+        self._begun: LRUCache[bytes, None] = LRUCache(MAX_BEGUN)  # by hashes of their first `LEAST_BYTES`
 
     @property
     def held(self) -> int:
@@ -74,7 +76,7 @@ class KnownBodies:
                 is_longer = known is None or len(each.begins) > len(known.begins)
                 if is_longer and each.owner == owner and raw.startswith(each.begins):
                     known = each
-            if known is None and (match := _MESSAGES.search(raw)) is not None:
+            if known is None and self._has_begun(raw) and (match := _MESSAGES.search(raw)) is not None:
                 known = KnownBody(owner, match[1].decode(), match.end(), raw[: match.end()])
             try:
                 if known is not None and (read := self._read_from(known, raw)) is not None:
@@ -82,6 +84,13 @@ class KnownBodies:
             except (msgspec.DecodeError, ValueError, RecursionError, LookupError, BadRequest):
                 pass  # it may have to be refused in other words
         return self._read_whole(raw)
+
+    def _has_begun(self, raw: bytes) -> bool:
+        """Whether an earlier body began like this one: reading one in parts takes longer, and pays if others follow."""
+        begun = xxh3_128_digest(raw[:LEAST_BYTES])
+        is_known = begun in self._begun
+        self._begun[begun] = None
+        return is_known
 
     def _read_whole(self, raw: bytes) -> ReadBody:
         parsed = parse_object(raw, self._max_depth, self._max_values)

@@ -84,15 +84,17 @@ class Answer:
 
     async def lines(self, most: int) -> AsyncIterator[bytes]:
         """The body's lines, the last one ended or not. Raises `Broken`, `OverBound` past about `most` bytes of one."""
-        begun = b""
+        begun = bytearray()
         while chunk := await self.next_chunk():
-            *ended, begun = (begun + chunk).split(b"\n")
-            for line in ended:
-                yield line
+            goes_on, *rest = chunk.split(b"\n")
+            begun += goes_on
+            for each in rest:
+                yield bytes(begun)
+                begun = bytearray(each)
             if len(begun) > most:
                 raise OverBound(f"a line of more than {most:,} bytes")
         if begun:
-            yield begun
+            yield bytes(begun)
 
     async def read(self, most: float = inf) -> bytes:
         """The whole body. Raises `Broken`: `Malformed` past `most` bytes."""

@@ -112,8 +112,8 @@ class PromptReader:
         if chat is not None and renderer_id and not chat.is_bare:
             facts, template_of = self._facts.facts(renderer_id, setting_of(chat.body)), worker
         found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=len(serving) > 1)
-        if exchange.body.known is not None and found.layout is not None:
-            exchange.body.known.keys = found.layout.keys
+        if (known := exchange.body.known) is not None and found.layout is not None:
+            known.keys = found.layout.keys.of(known.messages)
         remembered = self._remember(chat, found, exchange.body.memory.size, exchange.head.owner)
         return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
 

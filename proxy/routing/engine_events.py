@@ -69,7 +69,8 @@ class _FeedReader:
     read_as: str = ""  # the worker's boot identity at the last read
     silent_until: float = 0.0  # time.monotonic(): it failed, and is not read before
     outcomes: OrderedDict[str, Admitted] = field(default_factory=OrderedDict)  # by request id
-    waiting: dict[str, Callable[[Admitted | None], None]] = field(default_factory=dict)  # for these, by request id
+    # For these, by request id: who is told, and when at the latest.
+    waiting: dict[str, tuple[Callable[[Admitted | None], None], asyncio.TimerHandle]] = field(default_factory=dict)
     pins: dict[str, asyncio.Future[str]] = field(default_factory=dict)  # asked for, by request id
     reader: asyncio.Task[None] | None = None
     load: Load | None = None  # of other gateways, as it was last read
@@ -133,9 +134,9 @@ class EngineEvents(Part):
             then(told)
             return
         _answer(feed, request_id, None)  # of another request of that name
-        feed.waiting[request_id] = then
+        late = asyncio.get_running_loop().call_later(PATIENCE, _answer, feed, request_id, None)
+        feed.waiting[request_id] = then, late
         self.follow(worker)
-        asyncio.get_running_loop().call_later(PATIENCE, _answer, feed, request_id, None, then)
 
     @contextlib.contextmanager
     def pin_asked(self, worker: Worker, request_id: str) -> Iterator[Callable[[], Awaitable[str]]]:
@@ -272,10 +273,11 @@ class EngineEvents(Part):
         worker.others = feed.load or Load()
 
 
-def _answer(feed: _FeedReader, request_id: str, told: Admitted | None, only: object = None) -> bool:
-    """Whether somebody has waited for this; `only`: nobody else is answered."""
-    if (then := feed.waiting.get(request_id)) is None or only not in (None, then):
+def _answer(feed: _FeedReader, request_id: str, told: Admitted | None) -> bool:
+    """Whether somebody has waited for this."""
+    if (asked := feed.waiting.pop(request_id, None)) is None:
         return False
-    del feed.waiting[request_id]
+    then, late = asked
+    late.cancel()
     then(told)
     return True

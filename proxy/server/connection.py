@@ -61,14 +61,12 @@ class Connection(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self._app, self._state = config.loaded_app, server_state
         self._connections, self.tasks = server_state.connections, server_state.tasks
-        self._parser = httptools.HttpRequestParser(self)
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows is ignored
+        self._parser = self._new_parser()
         self._url, self._expects = b"", False
         self._headers: asgi.HeaderList = []
-        self._fed = 0  # bytes received that may be of a head
-        self._unfinished = 0  # bytes received while a head was incomplete
+        self._unfinished = 0  # bytes received that the parser keeps: of a head, of trailers, of a chunk's extensions
         self._in_head = True
-        self._head = 0  # bytes of trailers, or of a head that is too long
+        self._head = 0  # bytes of it, or of trailers
         self._reading: Request | None = None  # whose body comes
         self._refused = False  # whatever else comes on this connection
         self._wants_websocket = False  # the request whose head is read again
@@ -94,7 +92,7 @@ class Connection(asyncio.Protocol):
             return
         if self._is_idle:  # from now on no byte puts off what a head may take
             self._is_idle, self._free_since = False, self.loop.time()
-        self._fed = self._unfinished + len(data)
+        self._unfinished += len(data)
         while True:
             try:
                 self._parser.feed_data(data)
@@ -102,14 +100,13 @@ class Connection(asyncio.Protocol):
                 # httptools takes such a request's head for all of it. Its body would then be read as the next request,
                 # which a client behind a proxy could make the answer to somebody else's.
                 data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                self._parser = self._new_parser()
             except httptools.HttpParserError:
                 logger.warning("Invalid HTTP request received.")
                 self._break_off()
                 break
             else:
                 break
-        # The parser keeps a header until it is complete.
-        self._unfinished = self._fed if self._in_head else 0
         if self._unfinished > self.settings.max_header_bytes and not self.transport.is_closing():
             self._head = self._unfinished
             self._break_off()
@@ -117,28 +114,27 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:  # here begin the parser's calls; an error stops it
         self._url, self._headers, self._expects = b"", [], False
         self._in_head, self._head = True, 0
+        self._unfinished = self._unfinished or 1  # behind a body: how many bytes of it have come is not known
 
     def on_url(self, url: bytes) -> None:
         self._url += url
+        self._head += len(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._head += len(name) + len(value) + 4
         if self._in_head:
             name = name.lower()
             if name == b"expect" and value.lower() == b"100-continue":
                 self._expects = True
             self._headers.append((name, value))
-            return
-        self._head += len(name) + len(value) + 4
-        if self._head > self.settings.max_header_bytes:  # trailers, which the gateway drops
+        elif self._head > self.settings.max_header_bytes:  # trailers, which the gateway drops
             raise ValueError("trailers too large")
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers
-        self._in_head = False
-        if self._fed > self.settings.max_header_bytes:
-            self._head = len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers)
-            if self._head > self.settings.max_header_bytes:
-                raise ValueError("head too large")
+        self._in_head, self._unfinished = False, 0
+        if self._head > self.settings.max_header_bytes:
+            raise ValueError("head too large")
         if len(self._requests) > MAX_PIPELINED:
             raise ValueError("too many requests behind each other")
         method, version = parser.get_method().decode("ascii"), parser.get_http_version()
@@ -171,20 +167,28 @@ class Connection(asyncio.Protocol):
             self._start()
 
     def on_body(self, part: bytes) -> None:
-        request = self._reading
+        self._unfinished, request = 0, self._reading
         if request is None or request.is_answered:
             return
         request.unread += part
         if len(request.unread) > MAX_UNREAD and not self._is_paused:
+            if request is not self._requests[0][0]:  # nobody reads it now, and a client that leaves would not be seen
+                raise ValueError("too large a body behind another request")
             self._is_paused = True
             self.transport.pause_reading()
         self._changed.set()
 
     def on_message_complete(self) -> None:
+        self._unfinished = 0
         if self._reading is not None:  # a head that is read again has ended none
             self._reading.is_complete, self._reading = True, None
             self._changed.set()
             self.go_on_reading()
+
+    def _new_parser(self) -> httptools.HttpRequestParser:
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)  # what follows is ignored
+        return parser
 
     def _head_without_upgrade(self) -> bytes:
         """The head just read, as a client that offers no upgrade would have written it."""

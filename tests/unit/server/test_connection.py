@@ -13,7 +13,7 @@ import pytest
 import uvicorn
 
 from proxy.http import asgi
-from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, ConnectionState, bounded
+from proxy.server.connection import LINGER_SECONDS, MAX_PIPELINED, MAX_UNREAD, ConnectionState, bounded
 from proxy.server.process_limits import SPARE
 from proxy.settings import Settings
 
@@ -273,6 +273,13 @@ async def test_a_client_of_http_1_0_gets_no_chunks(connection, length, method):
     assert body == (b"abcde" if method == b"GET" else b"") and connection.transport.closed
 
 
+@pytest.mark.parametrize(("length", "is_reset"), [(b"5", False), (None, True)])
+async def test_half_an_answer_to_http_1_0_does_not_end_as_a_whole_one(connection, length, is_reset):
+    connection.pieces, connection.headers = [b"ab", 5], [(b"content-length", length)] if length else []
+    await connection.answer(b"GET / HTTP/1.0\r\nhost: a\r\n\r\n")
+    assert connection.transport.closed and connection.transport.aborted is is_reset
+
+
 @pytest.mark.parametrize(("is_whole", "method", "writes"), [(True, "GET", 1), (False, "GET", 2), (True, "HEAD", 1)])
 async def test_a_whole_answer_goes_out_in_one_write_and_any_other_as_it_comes(connection, is_whole, method, writes):
     connection.is_whole, connection.headers, connection.pieces = is_whole, [(b"content-length", b"2")], [b"ok"]
@@ -336,6 +343,21 @@ async def test_trailers_count_with_the_head(connection, length, is_refused):
     assert connection.transport.closed == is_refused and connection.status == 200
 
 
+@pytest.mark.parametrize("endless", [b"0\r\nx: ", b"1;x="])
+async def test_a_trailer_or_an_extension_without_an_end_is_not_read_on(connection, endless):
+    await connection.take(POST + b"transfer-encoding: chunked\r\n\r\n" + endless)
+    for _ in range(3):
+        connection.send(b"a" * LIMIT)
+    assert connection.protocol._requests[0][0].is_broken
+
+
+async def test_a_large_body_behind_a_request_under_way_is_not_waited_for(connection):
+    """Reading would pause, and a client that leaves would not be seen."""
+    await connection.take(GET + POST + b"content-length: 100000\r\n\r\n")
+    connection.send(b"a" * (MAX_UNREAD + 1))
+    assert [request.is_broken for request, _ in connection.protocol._requests] == [False, True]
+
+
 async def test_too_many_requests_behind_each_other_are_refused_after_those_before_are_answered(connection):
     connection.send(GET * (MAX_PIPELINED + 2))
     connection.send(GET)
@@ -364,6 +386,9 @@ async def test_the_body_of_a_request_that_offers_an_upgrade_is_no_request(connec
     assert connection.bodies[0] == hidden
     assert connection.transport.written.count(b"HTTP/1.1 200") == 2 and not connection.transport.closed
     assert not caplog.records  # anyone could fill the log
+    await connection.take(POST.replace(b"1.1", b"1.0") + OFFER + b"\r\n")
+    await turn()
+    assert connection.transport.written.count(b"HTTP/1.1 200") == 3 and connection.transport.closed
 
 
 async def test_behind_a_head_without_an_end_nothing_more_is_read_while_a_request_is_answered(connection):
