@@ -63,7 +63,11 @@ class Distribution:
         # By labels: the count of each bucket, the one beyond all bounds last, and behind them the sum.
         self._series = defaultdict[Labels, list[float]](lambda: [0.0] * (len(bounds) + 2))
         if not labels:
-            self._series[()]
+            self.begin()
+
+    def begin(self, *labels: str) -> None:
+        """Show the series from now on."""
+        self._series[labels]
 
     def observe(self, value: float, *labels: str) -> None:
         series = self._series[labels]
@@ -135,6 +139,7 @@ class Metrics:
         self.overhead = Distribution(
             "overhead_seconds", "Seconds that the gateway itself takes", "phase", bounds=OVERHEAD_SECONDS
         )
+        self.overhead.begin("boundary")
         self.inflight = gauge("inflight", "Requests at a worker", "worker")
         self.queued = gauge("queued", "Requests waiting in the gateway for a slot at a worker")
         self.queue_seconds = Distribution("queue_seconds", "Seconds that those waited which did not get a slot at once")

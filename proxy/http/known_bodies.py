@@ -22,7 +22,8 @@ from proxy.http.json_body import NO_BEGIN, NOTHING, Memory, check_size, loads, m
 LEAST_BYTES = 16_384  # of a body: smaller ones are read as fast without
 MOST_BYTES = 2**22  # a million tokens' text: what is larger, and may be no chat at all, is not looked through once more
 MAX_BODIES, MAX_BEGUN = 64, 1024
-MAX_NEW = 4096  # messages that are read one by one
+MAX_NEW = 512  # messages that are read one by one
+TELLING_BYTES = 64  # by the last ones, two conversations are mostly told apart
 MESSAGE_BYTES = 500  # of a message beside its text, for what its readers remember
 
 _MARK = f'"{secrets.token_hex(16)}"'.encode()  # nobody can write it
@@ -50,6 +51,8 @@ class KnownBody:
     begins: bytes  # up to where the last one does
     messages: Sequence[Any] = ()  # in there
     memory: Memory = NOTHING  # that these take
+    most_values: int = 0  # in `begins`, by what stands in texts, too
+    goes_on: bool = False  # from another known body
     tail: bytes = b""  # what stands behind all messages
     others: ReadBody = _NOTHING_READ  # the whole body, with `_MARK` for its messages
     keys: Any = None  # of the last chat that begins like that
@@ -73,9 +76,11 @@ class KnownBodies:
         if is_chat and LEAST_BYTES <= len(raw) <= MOST_BYTES and self._bodies.maxsize:
             known = None
             for each in reversed([*self._bodies]):  # longer ones first, mostly
-                is_longer = known is None or len(each.begins) > len(known.begins)
-                if is_longer and each.owner == owner and raw.startswith(each.begins):
-                    known = each
+                begins, end = each.begins, len(each.begins)
+                if (known is None or end > len(known.begins)) and each.owner == owner:
+                    tells = max(0, end - TELLING_BYTES)
+                    if raw.startswith(begins[tells:], tells) and raw.startswith(begins):
+                        known = each
             if known is None and self._has_begun(raw) and (match := _MESSAGES.search(raw)) is not None:
                 known = KnownBody(owner, match[1].decode(), match.end(), raw[: match.end()])
             try:
@@ -99,12 +104,13 @@ class KnownBodies:
     def _read_from(self, known: KnownBody, raw: bytes) -> ReadBody | None:
         head, begin = raw[: known.start], len(known.begins)
         rest = b"%b%b,%b" % (head, _MARK, raw[begin:])
-        if known.memory.values + len(rest.translate(None, NO_BEGIN)) > self._max_values:
+        if known.most_values + len(rest.translate(None, NO_BEGIN)) > self._max_values:
             return None
         array = bytes(_fields(rest)[known.name])
-        first, *new = map(bytes, _elements(array))
-        if first != _MARK or len(new) > MAX_NEW:
+        elements = _elements(array)
+        if bytes(elements[0]) != _MARK or len(elements) > MAX_NEW:
             return None  # there are messages twice, or somewhere else
+        new = [*map(bytes, elements[1:])]
         tail = rest[known.start - 1 + len(array) :]
         others = known.others if tail == known.tail else self._read_whole(b"%b%b]%b" % (head, _MARK, tail))
         messages, memory = [*known.messages], known.memory
@@ -115,8 +121,13 @@ class KnownBodies:
             memory = Memory(before.size + taken.size, before.values + taken.values)
         whole = Memory(memory.size + others.memory.size, memory.values + others.memory.values)
         cut = begin + len(array[:-1].rstrip(b" \t\n\r")) - len(new[-1]) - len(_MARK) - 2
-        if cut > begin or known not in self._bodies:
-            known = replace(known, begins=raw[:cut], messages=messages[:-1], memory=before, tail=tail, others=others)
+        goes_on = self._bodies.get(known) is not None  # which makes it the last one used
+        if cut > begin or not goes_on:
+            if known.goes_on:
+                self._bodies.pop(known, None)  # what all conversations begin with stays
+            most = known.most_values + len(raw[begin:cut].translate(None, NO_BEGIN))
+            known = replace(known, begins=raw[:cut], messages=messages[:-1], memory=before, most_values=most)
+            known.tail, known.others, known.goes_on = tail, others, goes_on
         size = cut + len(tail) + whole.size + MESSAGE_BYTES * len(messages)
         if size <= self._bodies.maxsize:
             self._bodies[known] = size

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("seamark.gateway")
 NOT_FOUND = 404
 MOST_PARTS = 8  # a change is sought if more than one in so many tokens of a prompt was computed
+SETTLED_SECONDS = 60.0  # after its last answer, within which all is said of a request
 SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
 UNKNOWN = "unknown"  # a label: for a model that no worker serves, as clients may name any, and a reason not looked for
 
@@ -60,7 +61,8 @@ class Accounting(Part):
     sums: RollingSums = field(default_factory=RollingSums)
     explanations: Explanations = field(default_factory=Explanations)
     _time: TimeSaved = field(default_factory=TimeSaved)
-    _leaving: dict[str, Worker] = field(default_factory=dict)  # that were removed, by name
+    # That were removed, by name, and until when (`time.monotonic()`) something may still be said of their requests.
+    _leaving: dict[str, tuple[Worker, float]] = field(default_factory=dict)
 
     def begin(self, exchange: Exchange) -> None:
         """A request has come with its body."""
@@ -141,8 +143,10 @@ class Accounting(Part):
     def _settle_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         self._count(exchange)
         yield
-        worker = exchange.worker
-        if outcome.engine is None and exchange.timings.is_stream and worker is not None and worker.engine is not None:
+        worker, usage = exchange.worker, outcome.usage
+        is_told = usage is not None and usage.cached is not None and exchange.expected is not None
+        is_told = is_told and outcome.engine is None and exchange.timings.is_stream
+        if is_told and worker is not None and worker.engine is not None:
             self._engine_events.ask(worker, outcome.engine_id, partial(self._told, exchange, outcome))
         else:
             yield from self._explain_later(exchange, outcome)
@@ -307,14 +311,18 @@ class Accounting(Part):
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
         """The figures of a removed worker go once it has answered its last request, and somebody looks at them."""
         if change is Change.REMOVED:
-            self._leaving[worker.name] = worker
+            self._leaving[worker.name] = worker, 0.0
             self._forget_gone()
 
     def _forget_gone(self) -> None:
         present = {worker.name for worker in self._pool.workers}
-        for name, worker in list(self._leaving.items()):
-            if name not in present and not worker.inflight:
+        now = time.monotonic()
+        for name, (worker, until) in list(self._leaving.items()):
+            if worker.inflight or not until:
+                self._leaving[name] = worker, now + SETTLED_SECONDS
+            elif now > until:
                 del self._leaving[name]
+            if name not in present and not worker.inflight:
                 self._price(worker)
                 self._time.forget(name)
                 self._metrics.forget_worker(name)
