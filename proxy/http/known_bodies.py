@@ -9,19 +9,20 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
 from cachetools import LRUCache
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128
 
 from proxy.errors import BadRequest
 from proxy.http.json_body import NO_BEGIN, NOTHING, Memory, check_size, loads, memory_of, parse_object
 
 LEAST_BYTES = 16_384  # of a body: smaller ones are read as fast without
 MOST_BYTES = 2**22  # a million tokens' text: what is larger, and may be no chat at all, is not looked through once more
-MAX_BODIES, MAX_BEGUN = 64, 1024
+MAX_BODIES, MAX_BEGUN, ROUNDS = 64, 4096, 4
 MAX_NEW = 512  # messages that are read one by one
 TELLING_BYTES = 64  # by the last ones, two conversations are mostly told apart
 MESSAGE_BYTES = 500  # of a message beside its text, for what its readers remember
@@ -53,6 +54,7 @@ class KnownBody:
     memory: Memory = NOTHING  # that these take
     most_values: int = 0  # in `begins`, by what stands in texts, too
     goes_on: bool = False  # from another known body
+    used: int = 0  # by so many reads of all
     tail: bytes = b""  # what stands behind all messages
     others: ReadBody = _NOTHING_READ  # the whole body, with `_MARK` for its messages
     keys: Any = None  # of the last chat that begins like that
@@ -65,7 +67,10 @@ class KnownBodies:
         """`size` in bytes, 0 to keep none; limits as of `parse_object` and `memory_of`."""
         self._max_depth, self._max_values, self._most = max_depth, max_values, most_values
         self._bodies: LRUCache[KnownBody, int] = LRUCache(size, getsizeof=lambda taken: max(taken, size // MAX_BODIES))
-        self._begun: LRUCache[bytes, None] = LRUCache(MAX_BEGUN)  # by hashes of their first `LEAST_BYTES`
+        # Hashes of beginnings that came; True: a body that is half such a one was read in parts in vain.
+        self._begun: LRUCache[bytes, bool] = LRUCache(MAX_BEGUN)
+        self._half = b""  # hash of the last body's beginning, of half of it at least
+        self._reads = 0
 
     @property
     def held(self) -> int:
@@ -81,21 +86,36 @@ class KnownBodies:
                     tells = max(0, end - TELLING_BYTES)
                     if raw.startswith(begins[tells:], tells) and raw.startswith(begins):
                         known = each
-            if known is None and self._has_begun(raw) and (match := _MESSAGES.search(raw)) is not None:
+            self._reads += 1
+            is_short = known is None or 2 * len(known.begins) < len(raw)
+            if is_short and not self._pays(raw, owner):
+                return self._read_whole(raw)
+            if known is None and (match := _MESSAGES.search(raw)) is not None:
                 known = KnownBody(owner, match[1].decode(), match.end(), raw[: match.end()])
-            try:
-                if known is not None and (read := self._read_from(known, raw)) is not None:
-                    return read
-            except (msgspec.DecodeError, ValueError, RecursionError, LookupError, BadRequest):
-                pass  # it may have to be refused in other words
+            read = None
+            # What fails may have to be refused in other words.
+            with suppress(msgspec.DecodeError, ValueError, RecursionError, LookupError, BadRequest):
+                read = self._read_from(known, raw) if known is not None else None
+            if is_short and (read is None or read.known is None or 2 * len(read.known.begins) < len(raw)):
+                self._begun[self._half] = True
+            if read is not None:
+                return read
         return self._read_whole(raw)
 
-    def _has_begun(self, raw: bytes) -> bool:
-        """Whether an earlier body began like this one: reading one in parts takes longer, and pays if others follow."""
-        begun = xxh3_128_digest(raw[:LEAST_BYTES])
-        is_known = begun in self._begun
-        self._begun[begun] = None
-        return is_known
+    def _pays(self, raw: bytes, owner: str | None) -> bool:
+        """Whether a body is worth to be read in parts, which takes longer, for those that follow.
+
+        Half of it came before, and there is room, or some known body that was not asked for in several rounds.
+        """
+        hashed, start, end, came = xxh3_128((owner or "").encode()), 0, LEAST_BYTES, False
+        while end <= len(raw):
+            hashed.update(raw[start:end])
+            self._half = hashed.digest()
+            in_vain = self._begun.get(self._half)
+            self._begun[self._half], came = bool(in_vain), in_vain is False
+            start, end = end, 2 * end
+        has_room = self._bodies.currsize <= self._bodies.maxsize * 3 // 4
+        return came and (has_room or self._reads - min(each.used for each in self._bodies) > ROUNDS * len(self._bodies))
 
     def _read_whole(self, raw: bytes) -> ReadBody:
         parsed = parse_object(raw, self._max_depth, self._max_values)
@@ -104,8 +124,10 @@ class KnownBodies:
     def _read_from(self, known: KnownBody, raw: bytes) -> ReadBody | None:
         head, begin = raw[: known.start], len(known.begins)
         rest = b"%b%b,%b" % (head, _MARK, raw[begin:])
-        if known.most_values + len(rest.translate(None, NO_BEGIN)) > self._max_values:
+        begun = rest.translate(None, NO_BEGIN)
+        if known.most_values + len(begun) > self._max_values:
             return None
+        may_be_deep = begun.count(b"[") + begun.count(b"{") > self._max_depth - 2
         array = bytes(_fields(rest)[known.name])
         elements = _elements(array)
         if bytes(elements[0]) != _MARK or len(elements) > MAX_NEW:
@@ -115,7 +137,8 @@ class KnownBodies:
         others = known.others if tail == known.tail else self._read_whole(b"%b%b]%b" % (head, _MARK, tail))
         messages, memory = [*known.messages], known.memory
         for each in new:
-            check_size(each, self._max_depth - 2, self._max_values)
+            if may_be_deep:
+                check_size(each, self._max_depth - 2, self._max_values)
             messages.append(loads(each))
             before, taken = memory, memory_of(messages[-1], len(each), self._most)
             memory = Memory(before.size + taken.size, before.values + taken.values)
@@ -128,6 +151,7 @@ class KnownBodies:
             most = known.most_values + len(raw[begin:cut].translate(None, NO_BEGIN))
             known = replace(known, begins=raw[:cut], messages=messages[:-1], memory=before, most_values=most)
             known.tail, known.others, known.goes_on = tail, others, goes_on
+        known.used = self._reads
         size = cut + len(tail) + whole.size + MESSAGE_BYTES * len(messages)
         if size <= self._bodies.maxsize:
             self._bodies[known] = size
