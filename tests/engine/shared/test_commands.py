@@ -73,15 +73,15 @@ def test_doctor_says_what_an_untouched_vllm_lacks_and_the_two_lines_that_cure_it
 
 def test_bench_mine_measures_a_stack_with_seamark_beside_one_without(servers: SharedServers, capsys):
     arguments = ["--base-url", servers.gateway.url, "--against", servers.reference.url, "--json"]
-    assert mine.main([*arguments, "--lengths", "200", "--pairs", "1"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    ours, theirs = report["stacks"]
+    assert mine.main([*arguments, "--shapes", "system", "turns", "--tokens", "200"]) == 0
+    ours, theirs = json.loads(capsys.readouterr().out)["stacks"]
     assert ours["model"] == theirs["model"] == MODEL_NAME
-    assert ours["lengths"]["200"]["hit"] >= mine.HITS and not theirs["lengths"]["200"]["hit"]
-    assert "of it in this stack's cache and 0% in the other's" in report["verdict"]
-    # Each turn finds the one before it.
-    (turns,) = (each["replies"] for each in ours["rounds"] if each["shape"] == "conversation")
-    assert all(later["cached_tokens"] > earlier["cached_tokens"] for earlier, later in pairwise(turns))
+
+    def found(stack, shape):
+        return [each["reply"]["cached_tokens"] for each in stack["requests"] if each["shape"] == shape]
+
+    assert min(found(ours, "system")[1:]) >= 192 and not any(found(theirs, "system"))
+    assert all(later > earlier for earlier, later in pairwise(found(ours, "turns")))  # each finds the one before it
 
 
 @pytest.mark.thorough

@@ -44,6 +44,9 @@ async def cached(
     return found
 
 
+UNHINTED = 128  # tokens of 163 that a prompt may find of one that named no place: its end leaves states, too
+
+
 async def counted(servers: SharedServers) -> Counter[str]:
     """Requests with a hint in a header, by what became of them."""
     async with httpx.AsyncClient() as client:
@@ -68,7 +71,8 @@ async def test_a_trusted_hops_header_hits_as_the_body_does(servers, family, shar
 async def test_a_header_that_is_not_to_be_heard_is_counted_and_does_nothing(servers, address, header, result):
     before = await counted(servers)
     prompts = pair(163, 3 + len(header) + len(address))
-    assert await cached(servers, prompts, address, {HEADER: header}) == [0, 0]
+    first, second = await cached(servers, prompts, address, {HEADER: header})
+    assert first == 0 and second <= UNHINTED
     assert await counted(servers) - before == Counter({result: 2})
 
 
@@ -76,5 +80,5 @@ async def test_a_client_of_the_gateway_cannot_pass_one_on(servers):
     before = await counted(servers)
     async with httpx.AsyncClient(headers={HEADER: "163"}, timeout=300) as client:
         for prompt in pair(163, 4):
-            assert (await complete(client, servers.gateway.url, prompt)).cached_tokens == 0
+            assert (await complete(client, servers.gateway.url, prompt)).cached_tokens <= UNHINTED
     assert await counted(servers) == before
