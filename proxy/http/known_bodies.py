@@ -22,7 +22,8 @@ from proxy.http.json_body import NO_BEGIN, NOTHING, Memory, check_size, loads, m
 
 LEAST_BYTES = 16_384  # of a body: smaller ones are read as fast without
 MOST_BYTES = 2**22  # a million tokens' text: what is larger, and may be no chat at all, is not looked through once more
-MAX_BODIES, MAX_BEGUN, ROUNDS = 64, 4096, 4
+MAX_BODIES, MAX_BEGINNINGS = 64, 4096  # known, and of those that came (hashes)
+ROUNDS = 4  # of reads of all known bodies, after which one that nobody asked for gives way
 MAX_NEW = 512  # messages that are read one by one
 TELLING_BYTES = 64  # by the last ones, two conversations are mostly told apart
 MESSAGE_BYTES = 500  # of a message beside its text, for what its readers remember
@@ -60,6 +61,10 @@ class KnownBody:
     keys: Any = None  # of the last chat that begins like that
 
 
+def _is_half(known: KnownBody | None, raw: bytes) -> bool:
+    return known is not None and 2 * len(known.begins) >= len(raw)
+
+
 class KnownBodies:
     """The last bodies of all API keys; bounded in bytes, the least recently used forgotten first."""
 
@@ -67,9 +72,8 @@ class KnownBodies:
         """`size` in bytes, 0 to keep none; limits as of `parse_object` and `memory_of`."""
         self._max_depth, self._max_values, self._most = max_depth, max_values, most_values
         self._bodies: LRUCache[KnownBody, int] = LRUCache(size, getsizeof=lambda taken: max(taken, size // MAX_BODIES))
-        # Hashes of beginnings that came; True: a body that is half such a one was read in parts in vain.
-        self._begun: LRUCache[bytes, bool] = LRUCache(MAX_BEGUN)
-        self._half = b""  # hash of the last body's beginning, of half of it at least
+        # By hashes of beginnings that came: whether a body of which that is half was read in parts in vain.
+        self._in_vain: LRUCache[bytes, bool] = LRUCache(MAX_BEGINNINGS)
         self._reads = 0
 
     @property
@@ -78,44 +82,48 @@ class KnownBodies:
 
     def read(self, raw: bytes, owner: str | None, *, is_chat: bool) -> ReadBody:
         """A body in UTF-8 that came with the API key `owner`. Raises as `parse_object`."""
+        read = None
         if is_chat and LEAST_BYTES <= len(raw) <= MOST_BYTES and self._bodies.maxsize:
-            known = None
-            for each in reversed([*self._bodies]):  # longer ones first, mostly
-                begins, end = each.begins, len(each.begins)
-                if (known is None or end > len(known.begins)) and each.owner == owner:
-                    tells = max(0, end - TELLING_BYTES)
-                    if raw.startswith(begins[tells:], tells) and raw.startswith(begins):
-                        known = each
             self._reads += 1
-            is_short = known is None or 2 * len(known.begins) < len(raw)
-            if is_short and not self._pays(raw, owner):
-                return self._read_whole(raw)
-            if known is None and (match := _MESSAGES.search(raw)) is not None:
+            known = self._known_beginning(raw, owner)
+            half = None if _is_half(known, raw) else self._came(raw, owner)
+            if known is None and half is not None and (match := _MESSAGES.search(raw)) is not None:
                 known = KnownBody(owner, match[1].decode(), match.end(), raw[: match.end()])
-            read = None
-            # What fails may have to be refused in other words.
-            with suppress(msgspec.DecodeError, ValueError, RecursionError, LookupError, BadRequest):
-                read = self._read_from(known, raw) if known is not None else None
-            if is_short and (read is None or read.known is None or 2 * len(read.known.begins) < len(raw)):
-                self._begun[self._half] = True
-            if read is not None:
-                return read
-        return self._read_whole(raw)
+            if known is not None and (half is not None or _is_half(known, raw)):
+                # What fails may have to be refused in other words.
+                with suppress(msgspec.DecodeError, ValueError, RecursionError, LookupError, BadRequest):
+                    read = self._read_from(known, raw)
+            if half is not None and not _is_half(read.known if read is not None else None, raw):
+                self._in_vain[half] = True
+        return read or self._read_whole(raw)
 
-    def _pays(self, raw: bytes, owner: str | None) -> bool:
-        """Whether a body is worth to be read in parts, which takes longer, for those that follow.
+    def _known_beginning(self, raw: bytes, owner: str | None) -> KnownBody | None:
+        """The longest with which a body begins."""
+        known = None
+        for each in reversed([*self._bodies]):  # longer ones first, mostly
+            begins, end = each.begins, len(each.begins)
+            if (known is None or end > len(known.begins)) and each.owner == owner:
+                tells = max(0, end - TELLING_BYTES)
+                if raw.startswith(begins[tells:], tells) and raw.startswith(begins):
+                    known = each
+        return known
 
-        Half of it came before, and there is room, or some known body that was not asked for in several rounds.
+    def _came(self, raw: bytes, owner: str | None) -> bytes | None:
+        """The hash of half a body or more, if that came before, and reading it in parts pays for those that follow.
+
+        It takes longer, and pays unless it was in vain: there is room, or a known body that several rounds passed by.
         """
-        hashed, start, end, came = xxh3_128((owner or "").encode()), 0, LEAST_BYTES, False
+        hashed, start, end = xxh3_128((owner or "").encode()), 0, LEAST_BYTES
+        half, in_vain = b"", None
         while end <= len(raw):
             hashed.update(raw[start:end])
-            self._half = hashed.digest()
-            in_vain = self._begun.get(self._half)
-            self._begun[self._half], came = bool(in_vain), in_vain is False
+            half = hashed.digest()
+            in_vain = self._in_vain.get(half)
+            self._in_vain[half] = bool(in_vain)
             start, end = end, 2 * end
         has_room = self._bodies.currsize <= self._bodies.maxsize * 3 // 4
-        return came and (has_room or self._reads - min(each.used for each in self._bodies) > ROUNDS * len(self._bodies))
+        pays = has_room or self._reads - min(each.used for each in self._bodies) > ROUNDS * len(self._bodies)
+        return half if in_vain is False and pays else None
 
     def _read_whole(self, raw: bytes) -> ReadBody:
         parsed = parse_object(raw, self._max_depth, self._max_values)

@@ -311,14 +311,14 @@ class Accounting(Part):
     def on_worker(self, worker: Worker, change: Change, model: str = "") -> None:
         """The figures of a removed worker go once it has answered its last request, and somebody looks at them."""
         if change is Change.REMOVED:
-            self._leaving[worker.name] = worker, 0.0
+            self._leaving[worker.name] = worker, time.monotonic() + SETTLED_SECONDS
             self._forget_gone()
 
     def _forget_gone(self) -> None:
         present = {worker.name for worker in self._pool.workers}
         now = time.monotonic()
         for name, (worker, until) in list(self._leaving.items()):
-            if worker.inflight or not until:
+            if worker.inflight:
                 self._leaving[name] = worker, now + SETTLED_SECONDS
             elif now > until:
                 del self._leaving[name]
