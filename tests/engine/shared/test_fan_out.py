@@ -64,7 +64,8 @@ async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leader
         held_cold, alone_cold = (
             now - before for now, before in zip(await fates(client, engine), (held, alone), strict=True)
         )
-        leave = Leave(seconds=min(answer.ttft for answer in cold) / 2)  # in the midst of its prefix
+        # In the midst of its prefix, or, where that comes first on a busy machine, at the first token.
+        leave = Leave(seconds=min(answer.ttft for answer in cold) / 2, events=1)
         left, computed_left = await run_wave(client, engine, "left", leave)
         alone_left = (await fates(client, engine))[1] - alone - alone_cold
         for seed, results in (("cold", cold), ("left", left)):
@@ -76,6 +77,6 @@ async def test_a_cold_wave_computes_each_prefix_once_and_goes_on_when_its_leader
     # it alone saves too little. It then computes the prefix itself, and is counted.
     assert computed <= MOST * IDEAL + alone_cold * SHARED
     assert GROUPS <= sum(not answer.cached_tokens for answer in cold) <= GROUPS + alone_cold
-    assert left[:GROUPS] == [Left(0)] * GROUPS and not any(isinstance(result, Left) for result in left[GROUPS:])
+    assert [isinstance(result, Left) for result in left] == [True] * GROUPS + [False] * (SIZE - 1) * GROUPS
     assert computed_left <= MOST * IDEAL + (GROUPS + alone_left) * SHARED  # what the leaders had computed is lost
     assert held_cold + alone_cold >= GROUPS and held_cold
