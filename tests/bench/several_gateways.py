@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import tempfile
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from contextlib import AsyncExitStack
 from pathlib import Path
 from unittest import mock
@@ -21,11 +21,9 @@ from redis.asyncio.client import Pipeline
 
 from proxy.bench.harness.servers import Servers, free_port
 from proxy.chat.chat import CHAT
-from proxy.chat.reader import chat_in
-from proxy.chat.responses import StoredResponses
 from proxy.fleet.worker import Load
 from proxy.idle_work import IdleWork
-from tests.bench.agent_traces import recorded
+from tests.bench.agent_traces import conversations
 from tests.harness.fake_engine import MATCH_UNIT, Computed
 from tests.harness.in_memory_gateway import in_memory_gateway
 from tests.harness.recording_worker import RecordingWorker
@@ -62,41 +60,20 @@ class Worker(RecordingWorker):
                     self.engine._kept.append(["gone", state])
 
 
-class Loop(VirtualTimeLoop):
-    asked = 0  # of Redis, whose answers take no time
-
-    def _run_once(self):
-        asyncio.SelectorEventLoop._run_once(self) if self.asked else super()._run_once()
-
-
 def now():
     return asyncio.get_running_loop().time()
 
 
 async def ask(pipeline, execute=Pipeline.execute):
-    loop = asyncio.get_running_loop()
-    loop.asked += 1
+    asyncio.get_running_loop().asked += 1
     try:
         return await execute(pipeline)
     finally:
-        loop.asked -= 1
-
-
-def conversations(folder):
-    """Their turns, in JSON."""
-    found = defaultdict(list)
-    for request in itertools.chain.from_iterable(map(recorded, sorted(folder.glob("*.jsonl.gz")))):
-        chat = chat_in(request.target.partition("?")[0], dict(request.body), StoredResponses(0))
-        for message in chat.messages:
-            if isinstance(parts := message.get("content"), list):
-                message["content"] = "".join(part.get("text", "") for part in parts)
-        turn = {"model": "m", "messages": chat.messages, "tools": chat.body.get("tools"), "max_tokens": 1}
-        found[request.label[: request.label.index("/") + 2]].append(json.dumps(turn))
-    return list(found.values())
+        asyncio.get_running_loop().asked -= 1
 
 
 async def measure(known, count, redis):
-    """Tokens found of those that could be, in all requests but the first quarter."""
+    """Tokens found of those that could be, the first quarter of all requests left out."""
     finds, seen, numbers, drawn = [], set(), itertools.count(), random.Random(1)
     workers, settings = [Worker(finds, seen) for _ in range(WORKERS)], {"health_interval": 5, "redis": redis}
     async with AsyncExitStack() as stack:
@@ -115,8 +92,7 @@ async def measure(known, count, redis):
                     await asyncio.sleep(drawn.expovariate(1 / PAUSE))
 
         await asyncio.gather(*(use() for _ in range(USERS)))
-    found, shared = map(sum, zip(*finds[REQUESTS // 4 :], strict=True))
-    return found / shared
+    return sum(found for found, _ in finds[REQUESTS // 4 :]) / sum(shared for _, shared in finds[REQUESTS // 4 :])
 
 
 def main():
@@ -125,15 +101,11 @@ def main():
     clock, asked = mock.patch("time.monotonic", now), mock.patch.object(Pipeline, "execute", ask)
     for count, has_redis in itertools.product((1, 2, 4, 8), (False, True)):
         port = str(free_port())
-        command = ["redis-server", "--save", "", "--bind", "127.0.0.1", "--port", port]
         with tempfile.TemporaryDirectory() as folder, Servers(Path(folder)) as servers:
-            servers.start("redis", int(port), command, {})
-            with clock, asked, asyncio.Runner(loop_factory=Loop) as runner:
+            servers.start("redis", int(port), ["redis-server", "--save", "", "--bind", "127.0.0.1", "--port", port], {})
+            with clock, asked, asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
                 share = runner.run(measure(known, count, f"redis://127.0.0.1:{port}" if has_redis else None))
-        print(
-            f"{count} gateways, {'with Redis' if has_redis else 'alone'}: {share:.3f} of what could be found",
-            flush=True,
-        )
+        print(count, "with Redis" if has_redis else "alone", f"{share:.3f}", flush=True)
 
 
 if __name__ == "__main__":

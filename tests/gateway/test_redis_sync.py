@@ -5,11 +5,9 @@ Responses that workers store are found while they stream, after a restart, and t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,14 +39,9 @@ class RedisServer:
     def start(self) -> None:
         """Start it, after a `kill` again and empty, on the same port."""
         command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self._process = self._servers.start("redis", self.port, command, {}).process
-        wait_for(self._answers)
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-            connection.sendall(b"PING\r\n")
-            return connection.recv(16).startswith(b"+PONG")
-        return False
+        started = self._servers.start("redis", self.port, command, {})
+        self._process = started.process
+        wait_for(lambda: "Ready to accept" in started.log.read_text())
 
     @property
     def pid(self) -> int:
