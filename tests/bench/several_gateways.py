@@ -1,8 +1,7 @@
 """`python -m tests.bench.several_gateways DIR`: hits through 1 to 8 gateways, without and with Redis.
 
-DIR as of `agent_traces`. Each conversation has many users, whose first words differ; each request goes to any gateway.
-All are in memory, on a clock that stands while the real Redis is asked. A worker computes one prompt after the other, a
-token for each character, and finds what an LRU of limited size has kept.
+DIR as of `agent_traces`; each conversation has many users, whose first words differ. All is in memory, on a clock that
+stands while the real Redis is asked. A worker computes one prompt at a time, and finds what a limited LRU has kept.
 """
 
 import asyncio
