@@ -4,12 +4,12 @@ DIR as of `agent_traces`; each conversation has many users, whose first words di
 stands while the real Redis is asked. A worker computes one prompt at a time, and finds what a limited LRU has kept.
 """
 
+import argparse
 import asyncio
 import bisect
 import itertools
 import json
 import random
-import sys
 import tempfile
 from collections import OrderedDict
 from contextlib import AsyncExitStack
@@ -95,7 +95,9 @@ async def measure(known, count, redis):
 
 
 def main():
-    known = conversations(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("traces", type=Path, metavar="DIR")
+    known = conversations(parser.parse_args().traces)
     IdleWork.__init__.__defaults__ = (now, *IdleWork.__init__.__defaults__[1:])
     clock, asked = mock.patch("time.monotonic", now), mock.patch.object(Pipeline, "execute", ask)
     for count, has_redis in itertools.product((1, 2, 4, 8), (False, True)):
