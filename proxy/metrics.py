@@ -187,6 +187,7 @@ class Metrics:
             "file",
         )
         self.spans = counter("spans_total", "OpenTelemetry spans, by whether the collector took them", "result")
+        self.traced = Tally("trace_requests_total", "Requests for the trace, by what became of their lines", "result")
         self.response_cache_requests = counter(
             "response_cache_total",
             "Requests answered from it, from one under way, computed, or none of its own",

@@ -195,6 +195,9 @@ class Settings(BaseModel):
     otlp_traces_endpoint: str | None = Field(None, repr=False)
     """URL, path included, of a collector that gets OpenTelemetry spans of requests, OTLP over HTTP
     (http://collector:4318/v1/traces); needs the extra `tracing`; unset: none"""
+    trace: Path | None = None
+    """JSONL file that gets a line for each answered request, in Mooncake's format and without its text: when it came,
+    tokens, session, and salted hashes of its prompt's blocks; for that the worker renders each prompt once more"""
     redis: str | None = Field(None, repr=False)
     """URL of a Redis server through which gateways share what they learn"""
 

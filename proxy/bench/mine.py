@@ -176,7 +176,7 @@ class Stack:
         self.drafts: Accepted | None = None  # of this run; None: counters cannot be read, or began anew meanwhile
         self.reported = False  # whether any answer says what came from the cache; some servers leave a zero out
         self.template = 0.0  # tokens that the template writes around a system prompt and a question
-        self._words_per_token = 1.0
+        self.words_per_token = 1.0
         self._models: list[str] = []
         self._has_key = api_key is not None
         headers = [(b"authorization", b"Bearer " + api_key.encode())] if api_key else []
@@ -227,12 +227,12 @@ class Stack:
         bare, sample = (reply.prompt_tokens for reply in replies)
         if sample <= bare:
             raise Unusable(f"{self.shown} counts {sample} tokens in a prompt that is {SAMPLE_WORDS} words longer")
-        self._words_per_token = SAMPLE_WORDS / (sample - bare)
+        self.words_per_token = SAMPLE_WORDS / (sample - bare)
         self.template = max(0.0, bare - (sample - bare) * len(f"Hi.{QUESTIONS[0]}") / len(texts[1]))
 
     def write(self, tokens: int) -> str:
         """A text of so many tokens, new for each stack: two addresses may lead to one engine."""
-        _, _, rest = prose(max(1, round(tokens * self._words_per_token)), secrets.randbits(64)).partition(" ")
+        _, _, rest = prose(max(1, round(tokens * self.words_per_token)), secrets.randbits(64)).partition(" ")
         return f"{secrets.token_hex(4)} {rest}"
 
     async def ask(self, messages: Messages, tokens: int, begun: asyncio.Event) -> MinedReply:
@@ -494,19 +494,30 @@ async def measure(
             await stack.client.aclose()
 
 
-def main(argv: list[str]) -> int:
-    names = [shape.name for shape in SHAPES]
-    parser = Parser(prog="seamark bench mine", description="what a stack that runs finds in its cache, and how fast")
+def parser_of(name: str, description: str) -> Parser:
+    """The flags that say which stack is asked."""
+    parser = Parser(prog=f"seamark bench {name}", description=description)
     parser.add_argument("--base-url", required=True, metavar="URL", help="any OpenAI-compatible server")
-    parser.add_argument("--against", metavar="URL", help="another one, asked in turns: with Seamark and without")
     parser.add_argument("--model", help="default: the first of /v1/models")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key; default: OPENAI_API_KEY")
+    parser.add_argument("--bound", type=float, metavar="SECONDS", help="say how many first tokens come within so many")
+    return parser
+
+
+def key_in(file: Path | None) -> str | None:
+    """Raises `SettingsError`."""
+    return (read_secret("api_key_file", file) if file else os.environ.get("OPENAI_API_KEY")) or None
+
+
+def main(argv: list[str]) -> int:
+    names = [shape.name for shape in SHAPES]
+    parser = parser_of("mine", "what a stack that runs finds in its cache, and how fast")
+    parser.add_argument("--against", metavar="URL", help="another one, asked in turns: with Seamark and without")
     parser.add_argument("--quick", action="store_true", help="three shapes at one length: a dozen requests")
     parser.add_argument("--shapes", nargs="+", metavar="NAME", choices=names, help=f"of {', '.join(names)}")
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help="of documents; default: 2000 6000")
     parser.add_argument("--burst", type=int, default=BURST, metavar="N", help=f"requests at once; default: {BURST}")
     parser.add_argument("--rounds", type=int, default=1, metavar="N", help="how often each shape is asked; default: 1")
-    parser.add_argument("--bound", type=float, metavar="SECONDS", help="say how many first tokens come within so many")
     parser.add_argument("--minutes", type=float, default=10.0, metavar="N", help="end by then, with what there is")
     parser.add_argument("--json", action="store_true", help="print a report instead of the table")
     args = parser.parse_args(argv)
@@ -515,11 +526,11 @@ def main(argv: list[str]) -> int:
         limits = f"--tokens at least {SHORTEST}, --burst 2 to {MOST}, --rounds and --minutes above zero"  # a nan, too
         parser.error(limits)
     try:
-        key = read_secret("api_key_file", args.api_key_file) if args.api_key_file else os.environ.get("OPENAI_API_KEY")
+        key = key_in(args.api_key_file)
     except SettingsError as error:
         parser.error(str(error))
     asked = {"this": args.base_url, "other": args.against} if args.against else {"": args.base_url}
-    stacks = [Stack(url, args.model, key or None, name) for name, url in asked.items()]
+    stacks = [Stack(url, args.model, key, name) for name, url in asked.items()]
     chosen = args.shapes or names[: QUICK if args.quick else None]
     shapes = [shape for shape in SHAPES if shape.name in chosen]
     # For an early end: all shapes at one length before the next.

@@ -26,7 +26,8 @@ from proxy.observability.reasons import Expectation, reason_for
 from proxy.observability.request_diff import PrefixChange, RememberedRequest
 from proxy.observability.shadow import AnsweredRequest, Shadow
 from proxy.observability.totals import RollingSums, TimeSaved
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome
+from proxy.observability.traffic_trace import TrafficTrace
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, affinity_key
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.feed_lines import Admitted
@@ -58,6 +59,7 @@ class Accounting(Part):
     _idle: IdleWork
     _excerpts: bool  # some characters of what changed may be kept for explanations
     _tracing: Tracing | None = None
+    _trace: TrafficTrace | None = None
     sums: RollingSums = field(default_factory=RollingSums)
     explanations: Explanations = field(default_factory=Explanations)
     _time: TimeSaved = field(default_factory=TimeSaved)
@@ -262,6 +264,11 @@ class Accounting(Part):
             trace.end(status, model, name, exchange.timings.stages(), record)
         if worker is not None and outcome is not None and worker.engine is None and status == 200:
             self._shadow.add(_for_shadow(exchange, worker, outcome.usage))
+        chat, usage = exchange.prompt.chat, outcome.usage if outcome is not None else None
+        if self._trace is not None and chat is not None and worker is not None and status in (200, CLIENT_GONE):
+            session, body = affinity_key(exchange.head.headers, exchange.body.parsed), exchange.body
+            about = body.memory.size, exchange.timings.arrived, session, usage.output if usage else 0
+            self._trace.add(chat, worker, *about)
 
     def _count_reuse(self, exchange: Exchange, worker: Worker, outcome: RequestOutcome, reason: str) -> None:
         """What came of it from the cache, beside what could have come."""

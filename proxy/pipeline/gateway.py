@@ -23,6 +23,7 @@ from proxy.http.client import Upstream
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability.shadow import Shadow
+from proxy.observability.traffic_trace import TrafficTrace
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
 from proxy.pipeline.dispatch import Dispatcher, prompt_computed
@@ -81,11 +82,11 @@ class Gateway:
         dispatcher = Dispatcher(settings.load_slack, self.pool, self.queue, *known, prefilling)
         self.shadow = shelf.put(Shadow(settings, reader.find_boundaries, reader.recent, metrics, idle, self.pool.boots))
         tracing = _tracing(settings.otlp_traces_endpoint, metrics)
-        self.accounting = shelf.put(
-            Accounting(
-                metrics, self.pool, reader, self.prefix_index, events, self.shadow, idle, settings.excerpts, tracing
-            )
-        )
+        trace = None
+        if settings.trace is not None:
+            trace = shelf.put(TrafficTrace(settings.trace, settings.text_bytes // 8, metrics.traced, idle))
+        told = self.shadow, idle, settings.excerpts, tracing, trace
+        self.accounting = shelf.put(Accounting(metrics, self.pool, reader, self.prefix_index, events, *told))
         heartbeats = shelf.put(Heartbeats(settings.heartbeat, metrics.heartbeats))
         shelf.also_run("workers", self.pool.watch)
         shelf.also_run("files", self._watch_files)

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import httpx
 
 from proxy.bench.harness.client import open_client
-from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model, narrator
 from proxy.boundaries.divergence import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.chat.reader import chat_in
 from proxy.chat.responses import StoredResponses
 from proxy.observability.reasons import NEAR_UNITS
+from tests.harness.counters import samples_of
 
 MATCH_UNIT = MATCH_UNITS[NEMOTRON_H]
 

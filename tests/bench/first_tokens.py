@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from proxy.bench.harness.client import open_client
-from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from tests.bench.gateway_cost import percentile
 from tests.bench.peers import PEERS, VLLM_ROUTER, start, start_bare
+from tests.harness.counters import samples_of
 from tests.harness.load import connect, family, request, send_all
 
 # What a run is asked with; name, default, words.

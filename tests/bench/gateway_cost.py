@@ -21,10 +21,10 @@ from typing import NamedTuple
 import uvloop
 
 from proxy.bench.harness.client import open_client
-from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start, start_bare
+from tests.harness.counters import samples_of
 from tests.harness.load import CpuTime, connect, request, send_all
 from tests.harness.mock_worker import MISS_FIELD, MODEL, STEP_FIELD, mock_worker
 

@@ -23,11 +23,11 @@ from typing import NamedTuple
 import httpx
 
 from proxy.bench.harness.client import TimedAnswer, open_client, send
-from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.exact import Difference, compare
 from proxy.bench.harness.servers import Server, Servers, generated_model, narrator
 from tests.bench.traffic import Request, Traffic
 from tests.harness.bench_clients import Left, send_and_leave
+from tests.harness.counters import samples_of
 
 # More than an engine runs at once, so that requests wait, and are left while they wait.
 PARALLEL = 12

@@ -1,4 +1,4 @@
-"""`seamark bench mine` before a server that says what a test wants: hits, errors, an end in time."""
+"""`seamark bench mine` and `replay` before a server that says what a test wants: hits, errors, an end in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from proxy.bench import mine
+from proxy.bench import mine, replay
 from proxy.bench.harness.servers import free_port
 from proxy.bench.mine import AskedRequest, MinedReply, Stack
 from proxy.bench.shapes import SHAPES, text_of
@@ -359,3 +359,48 @@ def test_the_speed_of_what_runs_together_is_that_of_all_of_it(waits, speed):
     held_back = AskedRequest("user", 2000, 1, 0, 1, 0, 0.0, MinedReply(2000, 0, 2.0, "", 31, 2.001))
     stack.asked = [held_back]
     assert stack.rows()["user", 2000].speed is None
+
+
+def recorded(session: int | None, timestamp: float, tokens: int, *ids: int) -> str:
+    row = {"timestamp": timestamp, "input_length": tokens, "output_length": 3, "hash_ids": ids, "session": session}
+    return json.dumps({name: value for name, value in row.items() if value is not None})
+
+
+# Blocks of 64 tokens: two agents that begin alike, one of which names no session, and each one's next turn.
+TRACE = (
+    recorded(None, 0, 300, 1, 2, 3, 4, 5),
+    recorded(7, 10, 320, 1, 2, 6, 7, 8),
+    recorded(None, 20, 400, 1, 2, 3, 4, 9, 10, 11),
+    recorded(7, 30, 512, 1, 2, 6, 7, 8, 12, 13, 14),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "trace", "status", "told"),
+    [
+        ({}, TRACE, 0, r"theoretical 46\.0%   achieved 4\d\.\d%: 9\d\.\d% of [\d,]+ tokens that could be found"),
+        ({}, TRACE, 0, r"goodput       ([\d.]+) of \1 requests/s: 100% of first tokens came within 60 s"),
+        ({"caches": False}, TRACE, 0, r"theoretical 46\.0%   achieved 0\.0%: 0\.0% of "),
+        ({"details": False}, TRACE, 0, "theoretical 46.0%   achieved not reported"),
+        ({"broken_after": 4}, TRACE, 1, "request at 20 ms: URL streams no token"),
+        ({}, (*TRACE, "{}"), 1, "trace.jsonl, line 5: Object missing required field `timestamp`"),
+        ({}, (), 1, "trace.jsonl is empty: give a file with a JSON object on each line"),
+    ],
+    ids=str,
+)
+def test_a_trace_is_sent_with_texts_that_share_what_it_says(server, url, tmp_path, capsys, change, trace, status, told):
+    vars(server).update(change)
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(trace))
+    assert replay.main([str(path), "--base-url", url, "--speed", "10", "--bound", "60"]) == status
+    out, err = capsys.readouterr()
+    assert re.search(told, (out + err).replace(url, "URL")) and ("2 answered to their end" in out) == (status == 0)
+    if status == 0:
+        first, other, *_ = chats = [request["messages"] for request in server.requests[2:]]
+        assert [request["max_tokens"] for request in server.requests[2:]] == [3] * 4
+        assert all(
+            [each["role"] for each in chat][-2:] in (["system", "user"], ["assistant", "user"]) for chat in chats
+        )
+        assert first[0] == other[0] and first[1] != other[1]
+        lengths = [len(text_of(chat).split()) for chat in chats]
+        assert all(abs(length - tokens) < 30 for length, tokens in zip(lengths, (300, 320, 400, 512), strict=True))

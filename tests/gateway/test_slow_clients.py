@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import Server, Servers, free_port
 from proxy.routing.prefix_index import ENTRY_BYTES
 from proxy.server.uvicorn_server import server_for
 from proxy.settings import Settings
 from tests.bench.soak import bad_lines, resident_bytes
 from tests.harness.api_keys import bearer, entry
+from tests.harness.counters import samples_of
 from tests.harness.gateways import CHAT, GatewayForks, chat, metric, post, start_gateway
 from tests.harness.load import open_files
 from tests.harness.raw_http import Connection, Cut, Response, request

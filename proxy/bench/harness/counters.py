@@ -1,19 +1,14 @@
-"""What a server did between two moments, read from outside: forward passes, and its own metrics."""
+"""What an engine did between two moments, read from outside: forward passes."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
-
 from proxy.bench.harness.client import TimedAnswer
-from proxy.bench.harness.servers import Server
-from proxy.fleet.worker_metrics import samples_in
 
 LOG_SECONDS = 10.0
 
@@ -59,17 +54,3 @@ class PassCounter:
         counts = [(int(prompt), int(generated)) for prompt, generated in _ITERATION.findall(text)]
         prompts = [prompt for prompt, _ in counts]
         return Passes(sum(map(bool, prompts)), sum(prompts), sum(map(sum, counts)))
-
-
-async def samples_of(client: httpx.AsyncClient, server: Server) -> Mapping[str, float]:
-    """By name, and by `name{label="value"}`, summed over all other labels; empty when the server does not answer."""
-    found: defaultdict[str, float] = defaultdict(float)
-    try:
-        response = await client.get(server.url + "/metrics")
-    except httpx.HTTPError:
-        return found
-    for sample in samples_in(response.text):
-        found[sample.name] += sample.value
-        for label, value in sample.labels.items():
-            found[f'{sample.name}{{{label}="{value}"}}'] += sample.value
-    return found

@@ -12,6 +12,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -170,7 +171,8 @@ def _bad(path: str, number: int, needs: str) -> BadTrace:
 def _mooncake(
     path: str, lines: Iterable[tuple[int, dict[str, Any]]], names: _Names, *, is_timed: bool
 ) -> Iterator[_Row]:
-    """Mooncake's: an arrival in milliseconds, and names of blocks of 512 tokens that hold for the whole trace."""
+    """Mooncake's: an arrival in milliseconds, and names of blocks that hold for the whole trace."""
+    step = _names_in_block(row for _, row in lines)
     for number, row in lines:
         try:
             prompt, output = int(row["input_length"]), int(row["output_length"])
@@ -180,10 +182,20 @@ def _mooncake(
             raise _bad(path, number, needs) from None
         if prompt < 1 or arrival < 0:
             raise _bad(path, number, "input_length has to be at least 1 and timestamp at least 0")
-        full = min(prompt // BLOCK, len(ids))
-        end = ids[full] if full < len(ids) else None
+        full = min(prompt // BLOCK, len(ids) // step)
+        end = tuple(ids[full * step :]) or None
         head = BLOCK if full and ids[0] == 0 else 0  # the block with which nearly all of them begin
-        yield _Row(None, arrival, 0.0, prompt, max(1, output), _chained(names, ids[:full]), head, end)
+        blocks = [tuple(ids[at * step : (at + 1) * step]) for at in range(full)]
+        yield _Row(None, arrival, 0.0, prompt, max(1, output), _chained(names, blocks), head, end)
+
+
+def _names_in_block(rows: Iterable[dict[str, Any]]) -> int:
+    """No file says how long its blocks are, and the last one of a prompt may be shorter: it is a power of two."""
+    longest = 1
+    for row in rows:
+        with suppress(KeyError, TypeError, ZeroDivisionError):
+            longest = max(longest, math.ceil(row["input_length"] / len(row["hash_ids"])))
+    return max(1, BLOCK >> (longest - 1).bit_length())
 
 
 def _claude_code(path: str, lines: Iterable[tuple[int, dict[str, Any]]], names: _Names) -> Iterator[_Row]:

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from proxy.bench.harness.client import TimedAnswer, complete, open_client
-from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.exact import compare
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.servers import Server, Servers
+from tests.harness.counters import samples_of
 from tests.harness.engines import SharedServers
 from tests.harness.two_round_chats import prompts_of, two_round_chats
 

@@ -26,11 +26,12 @@ from proxy.bench.harness.client import (
     tokens_of,
 )
 from proxy.bench.harness.client import complete as completion
-from proxy.bench.harness.counters import PassCounter, samples_of
+from proxy.bench.harness.counters import PassCounter
 from proxy.bench.harness.prompts import QUESTIONS, prose, with_shared_tokens
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
 from proxy.bench.stories import StoryStage, floored
 from tests.harness.bench_clients import fresh_tokens
+from tests.harness.counters import samples_of
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import metric
 

@@ -18,11 +18,11 @@ import pytest
 
 from proxy.bench.harness import exact
 from proxy.bench.harness.client import CHAT, COMPLETION, complete, judgeable, open_client, tokens_of
-from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.planted import plugin_environment
 from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, QWEN3_NEXT, Server, Servers
 from tests.harness.bench_clients import Leave, send_and_leave
+from tests.harness.counters import samples_of
 from tests.harness.engine_plugins import PLANS_AHEAD
 from tests.harness.engines import EAGER_STAGES, SharedServers
 from tests.harness.gateways import start_gateway

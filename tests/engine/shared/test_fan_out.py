@@ -8,9 +8,10 @@ import httpx
 
 from proxy.bench.harness import exact
 from proxy.bench.harness.client import COMPLETION, complete, judgeable, open_client
-from proxy.bench.harness.counters import PassCounter, samples_of
+from proxy.bench.harness.counters import PassCounter
 from proxy.bench.harness.servers import Server
 from tests.harness.bench_clients import Leave, Left, fresh_tokens, send_and_leave
+from tests.harness.counters import samples_of
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import metric
 from tests.harness.waiting import until

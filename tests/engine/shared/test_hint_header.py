@@ -10,10 +10,10 @@ import pytest
 
 from proxy.bench.harness import exact
 from proxy.bench.harness.client import complete
-from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MATCH_UNITS
 from proxy.bench.stories import floored
 from tests.harness.bench_clients import fresh_tokens
+from tests.harness.counters import samples_of
 from tests.harness.engines import TRUSTED_HOP, SharedServers
 
 HEADER = "x-seamark-boundaries"
