@@ -163,13 +163,10 @@ class Dispatcher:
                 self._prefix_index.forget([boundary.key for boundary in found.boundaries], worker.boot)
 
     def _hold_tokens(self, exchange: Exchange, charge: Charge, serving: Sequence[Worker]) -> None:
-        """Count what the request may take, however often it is sent, at its key. Raises `KeyBusy`.
-
-        What asks for something that is there already, or ends it, takes none.
-        """
+        """Count at its key what the request may take, however often it is sent. Raises `KeyBusy`."""
         head, body, found = exchange.head, exchange.body, exchange.prompt.found
         prompt = cached = output = 0
-        if head.method != "POST" or (head.endpoint == "other" and exchange.kept_id is not None):
+        if head.method != "POST" or head.path.endswith("/cancel"):
             return
         if head.endpoint != "other":
             params = body.parsed.get("sampling_params") if head.endpoint == GENERATE else body.parsed
