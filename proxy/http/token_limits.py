@@ -104,10 +104,8 @@ class Charge:
         self.estimate = prompt, cached, output
         tokens = max(1, self.limits.counted(*self.estimate))  # with nothing left, nothing is let in
         wanted = [(window, window.number, min(tokens, window.limit)) for window in self.limits.now()]
-        for window, _, held in wanted:
-            if window.left < held:
-                self.refused_by = window  # the day if both do, since that is to be waited for
-        if (window := self.refused_by) is not None:
+        if short := [window for window, _, held in wanted if window.left < held]:
+            self.refused_by = window = short[-1]  # the day if both do, since that is to be waited for
             error = KeyBusy(
                 f"This API key has {window.left:,} of {window.limit:,} tokens a {window.per} left (tokens_per_"
                 f"{window.per} in the keys file), and this request may take {tokens:,}: ask for fewer, or wait."

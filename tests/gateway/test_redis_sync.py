@@ -243,8 +243,6 @@ async def test_a_keys_limit_is_one_for_all_gateways_while_redis_is_there(in_memo
     assert await let_in(first, 3) == 3  # of 300 tokens each
     await until(lambda: windows[1].others == 900)
     assert await let_in(second) == 7
-    await until(lambda: windows[0].others == 2100)
-    assert await let_in(first) == 0
     server.kill()
     await until(lambda: {each.gateway.redis_sync.state for each in (first, second)} == {"down"})
     now[0] += 60
