@@ -416,6 +416,7 @@ async def test_what_counts_at_a_key_with_limits_in_tokens(scene_of, tmp_path, mo
     reading = asyncio.create_task(read())
     await client.task
     reading.cancel()
+    assert is_stream is (b"include_usage" in scene.upstream.sent[-1].body)
     assert [window.own for window in scene.own.gateway.keys.limited["ann"].now()] == [counted, counted]
     left = dict(headers).get(REMAINING)
     own = [(LIMIT, b"900"), (REMAINING, left), (RESET, b"10s")] * bool(headers)

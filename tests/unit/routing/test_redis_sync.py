@@ -368,8 +368,7 @@ class SharedLimits(RuleBasedStateMachine):
         self.open[at].append((charge, estimate, self.now))
         for per, (limit, _) in WINDOWS.items():
             self.own[per][at] += held[per]
-            total = sum(self.own[per])
-            assert total <= limit + (total - self.own[per][at] - self.heard[per][at])  # all that it had not heard of
+            assert self.own[per][at] + self.heard[per][at] <= limit  # beyond it goes what it has not heard of
 
     @rule(at=gateway, tokens=tokens)
     def has_answered(self, at: int, tokens: int) -> None:
