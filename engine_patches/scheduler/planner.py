@@ -254,8 +254,11 @@ class Planner:
     def ends_a_turn(self, wish: Wish, target: CheckpointTarget, resumed_at: int = 0) -> bool:
         """Whether a state serves one conversation, rather than whoever shares its prefix, as far as is known."""
         hinted = wish.hinted_positions
-        if target.kind == LEARNED:  # just behind a state: rather the template's words after a turn than what is shared
-            return resumed_at > 0 and target.position - resumed_at <= NEAR * self.grid.unit
+        if target.kind == LEARNED:
+            # Just behind a state: rather the template's words after a turn than what is shared. Just before the turn's
+            # end: an edit as well as a question on a document.
+            near = NEAR * self.grid.unit
+            return 0 < resumed_at >= target.position - near or 0 < wish.turn_end - target.position <= near
         return target.kind in (TAIL, EDGE, EXPECTED, SPARE, RUNG) or (len(hinted) > 1 and target.position == hinted[-1])
 
     def is_spare(self, wish: Wish, target: CheckpointTarget) -> bool:

@@ -73,6 +73,13 @@ class Found(msgspec.Struct, frozen=True):
                 shared = max(shared, boundary.tokens or boundary.estimate)
         return shared
 
+    @property
+    def continued(self) -> int:
+        """Tokens before the last text of a conversation that goes on, as well as that is known; 0 where one begins."""
+        if self.layout is None or self.layout.alone:
+            return 0
+        return max([each.tokens or each.estimate for each in self.boundaries if each.kind == "history"], default=0)
+
     def without_request(self) -> Found:
         """What can be kept for long: the rest would keep the parsed request alive, whose bytes nobody counts."""
         return replace(self, prefixes=(), layout=None, unplaced=(), turn_key=None)

@@ -22,7 +22,7 @@ from proxy.fleet.worker import Slot, Worker
 from proxy.http.auth import ApiKey
 from proxy.http.token_limits import Charge
 from proxy.observability.reasons import Expectation
-from proxy.pipeline.exchange import Exchange, affinity_key, choices_of, user_key
+from proxy.pipeline.exchange import SESSION_TOKEN, Exchange, affinity_key, choices_of, session_token, user_key
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
@@ -227,6 +227,12 @@ class Dispatcher:
         together = model if model and not workers[0].serves(model) else None
         if found is None:
             return choose(workers, held, self._load_slack, together)
+        if (token := dict(exchange.head.headers).get(SESSION_TOKEN)) is not None:
+            exchange.gets_token = True
+            last = next((worker for worker in workers if token and session_token(worker) == token), None)
+            if last is not None and (had := found.continued):  # a guess, as where nothing is told of what was sent
+                guess = Holding(had, b"", False)
+                held = {**held, last.boot: max(held.get(last.boot, guess), guess)}
         session = affinity_key(exchange.head.headers, parsed)
         user = user_key(parsed, found) if session is None else None
         return choose(workers, held, self._load_slack, session or user or together, found.shared, waits=user is None)

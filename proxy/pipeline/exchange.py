@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec import Struct, field
+from xxhash import xxh3_64_hexdigest
 
 from proxy.boundaries.boundary import Entry, Found
 from proxy.boundaries.template_facts import TemplateFacts
@@ -45,6 +46,9 @@ NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})  # in `vllm_xargs`, beside
 
 # How coding agents name a session, the narrowest name first: OpenCode, Codex (two spellings), Claude Code.
 SESSION_HEADERS = tuple(b"x-session-affinity x-session-id session-id session_id x-claude-code-session-id".split())
+
+# Of a request: what the last answer had, or nothing, to be given one. For clients that have no name for a session.
+SESSION_TOKEN = b"x-session-token"
 
 
 class Head(Struct, eq=False):
@@ -301,6 +305,7 @@ class Exchange(Struct, eq=False):
     expected: Expectation | None = None  # of that worker; None: no boundaries are sought in such a request
     hint: tuple[Entry, ...] = ()  # that it gets
     slot: Slot | None = None  # that it has there: `Dispatcher`
+    gets_token: bool = False  # its answer has a session token: `Dispatcher`
     asked: list[Worker] = field(default_factory=list)  # that do not know what it names, or take less: `Dispatcher`
     landed: asyncio.Event | None = None  # set once no other request waits for its answer: `Flight`
     delivered: bool = False  # a client that left had all of the response: `ResponseRelay`
@@ -370,6 +375,11 @@ def affinity_key(headers: asgi.HeaderList, body: Mapping[str, Any]) -> str | Non
     named = {name: value for name, value in headers if name in SESSION_HEADERS and value}
     session = next((named[name].decode("latin-1") for name in SESSION_HEADERS if name in named), None)
     return session or _text(body, "session_id") or _text(body.get("metadata"), "session_id")
+
+
+def session_token(worker: Worker) -> bytes:
+    """Names the worker as it runs now, at all gateways alike; it tells nobody else anything."""
+    return xxh3_64_hexdigest(f"{worker.name} {worker.boot}".encode()).encode()
 
 
 def user_key(body: Mapping[str, Any], found: Found) -> str | None:

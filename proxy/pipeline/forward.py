@@ -27,7 +27,15 @@ from proxy.metrics import Metrics
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import TOO_LONG, Dispatcher
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, RequestOutcome, choices_of, id_header
+from proxy.pipeline.exchange import (
+    CLIENT_GONE,
+    SESSION_TOKEN,
+    Exchange,
+    RequestOutcome,
+    choices_of,
+    id_header,
+    session_token,
+)
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.pipeline.sse import CountingRelay, Heartbeats, SseRelay, data_of_last
@@ -385,6 +393,8 @@ def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:
     headers.append(id_header(exchange.head.request_id))
     if exchange.worker is not None:
         headers.append((b"x-seamark-worker", exchange.worker.name.encode()))
+        if exchange.gets_token:
+            headers.append((SESSION_TOKEN, session_token(exchange.worker)))
     if exchange.body.hint:
         headers.append((b"x-seamark-boundary", ";".join(map(str, exchange.body.hint)).encode()))
     if (expected := exchange.expected) is not None:

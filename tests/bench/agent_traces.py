@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gzip
+import itertools
 import json
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ from proxy.bench.harness.counters import samples_of
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, NEMOTRON_H, Server, Servers, generated_model, narrator
 from proxy.boundaries.divergence import common_prefix
 from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
+from proxy.chat.reader import chat_in
+from proxy.chat.responses import StoredResponses
 from proxy.observability.reasons import NEAR_UNITS
 
 MATCH_UNIT = MATCH_UNITS[NEMOTRON_H]
@@ -143,6 +146,19 @@ def recorded(path: Path) -> Iterator[Recorded]:
             body |= {"model": MODEL_NAME, "max_output_tokens" if where == RESPONSES else length: 1}
             headers = {name: value for name, value in entry["headers"] if name.lower() not in DROPPED}
             yield Recorded(entry["n"], entry["label"], entry["url"], headers, body)
+
+
+def conversations(folder: Path) -> list[list[str]]:
+    """Of all traces, each as its turns: chats of texts, in JSON."""
+    found = defaultdict[str, list[str]](list)
+    for request in itertools.chain.from_iterable(map(recorded, sorted(folder.glob("*.jsonl.gz")))):
+        chat = chat_in(request.target.partition("?")[0], dict(request.body), StoredResponses(0))
+        for message in chat.messages:
+            if isinstance(parts := message.get("content"), list):
+                message["content"] = "".join(part.get("text", "") for part in parts)
+        turn = {"model": "m", "messages": chat.messages, "tools": chat.body.get("tools"), "max_tokens": 1}
+        found[request.label[: request.label.index("/") + 2]].append(json.dumps(turn))
+    return list(found.values())
 
 
 @dataclass

@@ -5,15 +5,10 @@ Responses that workers store are found while they stream, after a restart, and t
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
-import shutil
 import signal
-import socket
-import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -34,39 +29,21 @@ from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
 from tests.harness.waiting import until, wait_for
 
-START_SECONDS = 10.0
-
 
 class RedisServer:
-    """A started server that keeps nothing on disk. Raises `RuntimeError` where Redis is not installed."""
+    """A started server that keeps nothing on disk."""
 
-    def __init__(self) -> None:
-        self.port = free_port()
+    def __init__(self, servers: Servers) -> None:
+        self._servers, self.port = servers, free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
     def start(self) -> None:
         """Start it, after a `kill` again and empty, on the same port."""
-        program = shutil.which("redis-server")
-        if program is None:
-            raise RuntimeError("redis-server is not installed")
-        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", "/tmp"]
-        self._process = subprocess.Popen(
-            [program, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + START_SECONDS
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self.kill()
-                raise RuntimeError("redis-server did not start")
-            time.sleep(0.02)
-
-    def _answers(self) -> bool:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-            connection.sendall(b"PING\r\n")
-            return connection.recv(16).startswith(b"+PONG")
-        return False
+        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        started = self._servers.start("redis", self.port, command, {})
+        self._process = started.process
+        wait_for(lambda: "Ready to accept" in started.log.read_text())
 
     @property
     def pid(self) -> int:
@@ -102,10 +79,10 @@ def times(fleet: GatewayForks, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[RedisServer]:
-    started = RedisServer()
-    yield started
-    started.kill()
+def server(tmp_path) -> Iterator[RedisServer]:
+    with Servers(tmp_path) as servers:
+        yield (started := RedisServer(servers))
+        started.kill()
 
 
 @pytest.fixture

@@ -12,12 +12,17 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """When nothing is ready, its clock goes on to the next timer at once. For coroutines without input and output."""
 
     _now = 0.0
+    asked = 0  # of servers outside: while they have not answered, the clock stands
 
     def time(self) -> float:
         return self._now
 
     def _run_once(self) -> None:
-        if not self._ready and (waiting := [timer.when() for timer in self._scheduled if not timer.cancelled()]):
+        if (
+            not self.asked
+            and not self._ready
+            and (waiting := [timer.when() for timer in self._scheduled if not timer.cancelled()])
+        ):
             self._now = max(self._now, min(waiting))
         super()._run_once()
 

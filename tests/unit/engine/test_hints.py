@@ -340,11 +340,14 @@ def test_the_turn_that_a_prompt_ends_with(wish, turn):
         (LEARNED, 32, 0, (), False),  # it resumed from nothing
         (LEARNED, 320, 288, (), True),
         (LEARNED, 320, 272, (), False),
+        (LEARNED, 976, 0, (160, 992), True),
+        (LEARNED, 944, 0, (160, 992), False),
     ],
 )
 def test_what_serves_one_conversation_alone(kind, position, resumed_at, hinted, ends):
     target = planner.CheckpointTarget(position, kind)
-    assert PLANNER.ends_a_turn(Wish(hinted), target, resumed_at) is ends
+    wish = Wish(hinted, turn_end=992 if 992 in hinted else 0)
+    assert PLANNER.ends_a_turn(wish, target, resumed_at) is ends
     assert PLANNER.saved(target, resumed_at) == position - (resumed_at if kind == LEARNED else 0)
 
 

@@ -22,7 +22,7 @@ from proxy.http.token_limits import LIMIT, REMAINING, RESET
 from tests.harness.api_keys import bearer, entry
 from tests.harness.fake_engine import Computed
 from tests.harness.gateways import CHAT, LAST_USER, SYSTEM, TURN_END, chat
-from tests.harness.in_memory_gateway import InMemoryGateway
+from tests.harness.in_memory_gateway import InMemoryGateway, learnt
 from tests.harness.recording_worker import EVENTS, RecordingWorker
 from tests.harness.scripted_upstream import JSON, Said, ScriptedUpstream, Sent
 from tests.harness.waiting import until
@@ -546,3 +546,23 @@ async def test_workers_that_get_no_hints_keep_their_conversations_and_share_thos
         {sent.fields["messages"][0]["content"] for sent in worker.requests if sent.path == CHAT} for worker in workers
     ]
     assert all(asked) and asked[0].isdisjoint(asked[1])
+
+
+async def test_a_session_token_leads_through_any_gateway_to_the_worker_that_answered_until_that_restarts(in_memory):
+    workers = [RecordingWorker() for _ in range(4)]
+    first, other = [await in_memory(*workers) for _ in range(2)]
+    await learnt(other)
+    talk = [
+        {"role": "user", "content": "Tide? " * 400},
+        {"role": "assistant", "content": "3 m"},
+        {**SYSTEM, "role": "user"},
+    ]
+    assert "x-session-token" not in (await first.post({"model": "m", "messages": talk})).headers
+    token = (await first.post({"model": "m", "messages": talk}, x_session_token="")).headers["x-session-token"]
+    for name in "ab":
+        body = {"model": "m", "messages": [{"role": "user", "content": f"{name}{talk[0]['content']}"}, *talk[1:]]}
+        assert (await other.post(body, x_session_token=token)).headers["x-session-token"] == token
+    for worker in workers:
+        worker.boot = "1.8e+09"
+    await until(lambda: all("1.8e+09" in worker.boot for worker in other.gateway.pool.up))
+    assert (await other.post(body, x_session_token=token)).headers["x-session-token"] != token
