@@ -98,7 +98,7 @@ class HeadTooLarge(ClientError, status=431, code="headers_too_large"):
 class KeyBusy(
     GatewayError, status=429, type="rate_limit_error", code="rate_limit_exceeded", retry_after=RETRY_AFTER_SECONDS
 ):
-    """The key already has as many requests under way and waiting as it may."""
+    """The key has as many requests under way and waiting, or has used as many tokens, as it may."""
 
 
 class WorkerError(GatewayError, status=502, type="upstream_error"):

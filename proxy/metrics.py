@@ -116,6 +116,7 @@ class Metrics:
             "key",
             "kind",
         )
+        self.key_refused = Tally("key_refused_total", "Requests refused by a key's limit in tokens", "key", "per")
         self.seconds_saved = Tally(
             "seconds_saved_total",
             "Prefill time not spent: cached tokens times what one costs its worker's engine",

@@ -13,12 +13,16 @@ import secrets
 from base64 import urlsafe_b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from proxy.config_files import MOST_NUMBER, WatchedFile, model_in
 from proxy.errors import Forbidden, NotFound, Unauthorized
 from proxy.http import asgi
+from proxy.http.token_limits import TokenLimits
+
+MOST_TOKENS = 2**50  # in a limit
 
 SALT_BYTES = 24
 ID_BYTES = 16  # at random in a response's id, and of the proof behind them
@@ -32,6 +36,10 @@ class KeyEntry(BaseModel):
     sha256: tuple[str, ...] = Field(min_length=1)  # several while one key replaces another
     max_inflight: int = Field(0, ge=0, le=MOST_NUMBER)  # requests at workers at once; 0: no limit of its own
     max_queued: int = Field(64, ge=0, le=MOST_NUMBER)  # requests waiting in the gateway
+    tokens_per_minute: int = Field(0, ge=0, le=MOST_TOKENS)  # 0: no limit
+    tokens_per_day: int = Field(0, ge=0, le=MOST_TOKENS)
+    count: Literal["total", "prompt", "computed", "output"] = "total"  # which tokens are limited
+    cached_weight: float | None = Field(None, ge=0, le=1)  # of a prompt's cached tokens; None: as `count` has it
     share: str | None = None  # keys that name the same group share cached prefixes
     admin: bool = False  # may read /seamark/* and /metrics, and change the worker's LoRA adapters
 
@@ -80,6 +88,7 @@ class ApiKey:
     entry: KeyEntry
     salt: str = field(repr=False)
     id_secrets: tuple[bytes, ...] = field(default=(), repr=False)  # any of them proves that an id is this key's
+    limits: TokenLimits | None = None  # None: as many tokens as it likes
     under_way: int = 0
     queued: int = 0
 
@@ -145,6 +154,11 @@ class KeyRing:
     def named(self, name: str) -> ApiKey | None:
         return self._keys.get(name)
 
+    @property
+    def limited(self) -> dict[str, TokenLimits]:
+        """The limits in tokens of keys that have some, by name."""
+        return {name: key.limits for name, key in self._keys.items() if key.limits is not None}
+
     def _known(self, presented: bytes) -> ApiKey | None:
         digest = hashlib.sha256(presented).digest()
         # Nobody can steer a digest, so looking it up may take any time; comparing must take the same time always.
@@ -153,12 +167,16 @@ class KeyRing:
         return key if any(known) else None
 
     def _load(self) -> None:
+        limits = self.limited
         previous, self._keys, self._by_hash = self._keys, {}, {}
         for name, entry in self.file.value.keys.items():
             key = previous.get(name)
             if key is None or set(entry.sha256).isdisjoint(key.entry.sha256):
                 key = ApiKey(name, entry, "")
-            key.entry = entry
+            key.entry, key.limits = entry, None
+            if entry.tokens_per_minute or entry.tokens_per_day:  # used under a name counts for it, as in metrics
+                key.limits = limits.get(name) or TokenLimits(name)
+                key.limits.set(entry.tokens_per_minute, entry.tokens_per_day, entry.count, entry.cached_weight)
             hashes = tuple(map(bytes.fromhex, entry.sha256))
             secret = self._id_secret
             key.id_secrets = tuple(each if secret is None else hmac.digest(secret, each, "sha256") for each in hashes)

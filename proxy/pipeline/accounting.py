@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.chat.chat import RESPONSES, flag
+from proxy.chat.chat import GENERATE, RESPONSES, flag
+from proxy.chat.reader import HINTED
 from proxy.chat.usage import Usage
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Worker
+from proxy.http.token_limits import Charge
 from proxy.idle_work import IdleWork, Steps, within
 from proxy.metrics import Labels, Metrics
 from proxy.observability.explanations import Explanation, Explanations, client_name
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("seamark.gateway")
 NOT_FOUND = 404
+GENERATING = HINTED.keys() | {GENERATE}
 MOST_PARTS = 8  # a change is sought if more than one in so many tokens of a prompt was computed
 SETTLED_SECONDS = 60.0  # after its last answer, within which all is said of a request
 SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
@@ -88,6 +91,8 @@ class Accounting(Part):
     def reported(self, exchange: Exchange, outcome: RequestOutcome, answer: Any = None) -> None:
         """Note what the next request builds on; `settle` does the rest. `answer`: parsed; a stream's last response."""
         exchange.outcome, head = outcome, exchange.head
+        if (charge := exchange.reply.charge) is not None and (usage := outcome.usage) is not None:
+            charge.settle(usage.prompt, usage.cached or 0, usage.output)
         outcome.engine_id = exchange.engine_id
         if head.endpoint == RESPONSES and isinstance(answer, dict) and isinstance(name := answer.get("id"), str):
             # As vLLM calls it, whatever the request's id is; the first of several, if vLLM calls tools by itself.
@@ -125,11 +130,15 @@ class Accounting(Part):
         if usage is not None and (key := exchange.head.key) is not None:
             for kind, tokens in (("prompt", usage.prompt), ("cached", usage.cached or 0), ("output", usage.output)):
                 self._metrics.key_tokens[key.name, kind] += tokens
+            if (charge := exchange.reply.charge) is not None:
+                charge.settle(usage.prompt, usage.cached or 0, usage.output)
 
     def settle(self, exchange: Exchange) -> None:
         """Have the request counted, however it ended, and explained if that is still to be done."""
         exchange.is_over = True
         status, worker, outcome = exchange.reply.status, exchange.worker, exchange.outcome
+        if (charge := exchange.reply.charge) is not None:
+            self._settle_tokens(exchange, charge)
         if status >= 400 and worker is not None and exchange.expected is not None:
             events = self._engine_events
             (events.left if status == CLIENT_GONE else events.refused)(worker, exchange.engine_id)
@@ -141,6 +150,22 @@ class Accounting(Part):
             self._conclude(exchange)
         else:
             self._idle.add(self._settle_later(exchange, outcome))
+
+    def _settle_tokens(self, exchange: Exchange, charge: Charge) -> None:
+        """What counts at its key if no answer has told it: for an error, or if no worker had the request, nothing.
+
+        Of a stream it is the prompt, and a token for each event that went out. If the client has left before any
+        answer, or a whole one tells nothing, the estimate stands.
+        """
+        status, timings, (prompt, cached, _) = exchange.reply.status, exchange.timings, charge.estimate
+        is_there = 200 <= status < 300 and exchange.head.endpoint in GENERATING
+        was_sent = exchange.worker is not None and timings.asked is not None and timings.choosing >= timings.asked
+        if charge.streamed is not None:
+            charge.settle(prompt, cached, charge.streamed)
+        elif not was_sent or not (is_there or status == CLIENT_GONE):
+            charge.settle(0, 0, 0)
+        if (window := charge.refused_by) is not None:
+            self._metrics.key_refused[charge.limits.name, window.per] += 1
 
     def _settle_later(self, exchange: Exchange, outcome: RequestOutcome) -> Steps[None]:
         self._count(exchange)

@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 
 from proxy.boundaries.boundary import Found
+from proxy.chat.chat import GENERATE, number
 from proxy.chat.responses import StoredResponses
+from proxy.chat.usage import MAX_TOKENS
 from proxy.errors import NoWorker
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Slot, Worker
 from proxy.http.auth import ApiKey
+from proxy.http.token_limits import Charge
 from proxy.observability.reasons import Expectation
-from proxy.pipeline.exchange import SESSION_TOKEN, Exchange, affinity_key, session_token, user_key
+from proxy.pipeline.exchange import SESSION_TOKEN, Exchange, affinity_key, choices_of, session_token, user_key
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
@@ -28,6 +31,7 @@ from proxy.routing.queue import AdmissionQueue
 
 NOT_FOUND = 404
 TOO_LONG = 400  # among other things
+MOST_OUTPUT = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # a field of each API
 MOST_ASKED = 16  # workers that one request asks for a response whose worker is not known
 
 
@@ -49,6 +53,8 @@ class Dispatcher:
         timings, model = exchange.timings, exchange.model
         began = timings.asked = time.perf_counter()
         serving, key = self._pool.listing(model), exchange.head.key
+        if (charge := exchange.reply.charge) is not None and charge.held is None:
+            self._hold_tokens(exchange, charge, serving)
         is_first = not self._queue.waiting and (key is None or key.has_room)
         if serving and is_first and self._take(exchange, serving) is not None:
             return
@@ -155,6 +161,22 @@ class Dispatcher:
             self._engine_events.refused(worker, exchange.engine_id)
             if not worker.takes_hints and (found := exchange.prompt.found) is not None:
                 self._prefix_index.forget([boundary.key for boundary in found.boundaries], worker.boot)
+
+    def _hold_tokens(self, exchange: Exchange, charge: Charge, serving: Sequence[Worker]) -> None:
+        """Count at its key what the request may take, however often it is sent. Raises `KeyBusy`."""
+        head, body, found = exchange.head, exchange.body, exchange.prompt.found
+        prompt = cached = output = 0
+        if head.method != "POST" or head.path.endswith("/cancel"):
+            return
+        if head.endpoint != "other":
+            params = body.parsed.get("sampling_params") if head.endpoint == GENERATE else body.parsed
+            asked = [number(params.get(name)) or 0 for name in MOST_OUTPUT] if isinstance(params, dict) else [0]
+            prompt = exchange.prompt.tokens or round(len(body.raw) * TOKENS_PER_BYTE)
+            output = min(max(0, max(asked) * choices_of(body.parsed)), MAX_TOKENS)
+        if found is not None and charge.limits.cached_weight < 1:
+            held = self._prefix_index.longest(found.prefixes, {worker.boot for worker in serving})
+            cached = max((each.tokens for each in held.values()), default=0)
+        charge.hold(prompt, cached, output)
 
     def _take(self, exchange: Exchange, serving: Sequence[Worker] = ()) -> Exchange | None:
         """The request, with a slot; None if the workers that could serve it (`serving`, if that is known) are full."""

@@ -24,6 +24,7 @@ from proxy.http import asgi
 from proxy.http.auth import ApiKey
 from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
 from proxy.http.known_bodies import KnownBody
+from proxy.http.token_limits import Charge
 from proxy.idle_work import Steps
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import Expectation
@@ -99,6 +100,7 @@ class Body(Struct, eq=False):
             if head.endpoint == RESPONSES and "request_id" in parsed:
                 self._drop("request_id")  # a response is stored by it, and may be another's
             parsed["cache_salt"] = self.put["cache_salt"] = head.key.salt
+        asks_usage = asks_usage or (head.key is not None and head.key.limits is not None)
         route = HINTED.get(head.endpoint) if asks_usage else None
         if route is not None and route.asks_usage and flag(parsed.get("stream")):
             options = {} if parsed.get("stream_options") is None else parsed["stream_options"]
@@ -234,6 +236,7 @@ class Reply(asgi.ClientWatch, eq=False):
 
     _send: asgi.Send = _nowhere
     _timings: Timings = field(default_factory=Timings)
+    charge: Charge | None = None  # None: its key has no limits in tokens
     started: bool = False
     failure: int = 0  # status of what went wrong behind the head, or before there was one; 0: nothing
     status: int = 0  # what the request counts as: HTTP's status, or `failure`; 0 while there is none
@@ -241,21 +244,21 @@ class Reply(asgi.ClientWatch, eq=False):
     async def __call__(self, message: asgi.Scope) -> None:
         if message["type"] == "http.response.start":
             self.status, self.started = self.failure or message["status"], True
-            message = {**message, "headers": [*message["headers"], self._own_time]}
+            message = {**message, "headers": self._with_own(message["headers"])}
         elif not message.get("more_body"):
             self.over = True
         await self._send(message)
 
     def whole(self, status: int, headers: asgi.HeaderList, body: bytes) -> bool:
         """Send a whole answer, as `asgi.Request.answer`."""
-        if self.served is None or not self.served.answer(status, [*headers, self._own_time], body):
+        if self.served is None or not self.served.answer(status, self._with_own(headers), body):
             return False
         self.status, self.started, self.over = self.failure or status, True, True
         return True
 
-    @property
-    def _own_time(self) -> tuple[bytes, bytes]:
-        return OWN_TIME, b"%.1f" % self._timings.own_milliseconds
+    def _with_own(self, headers: asgi.HeaderList) -> asgi.HeaderList:
+        headers = [*headers, (OWN_TIME, b"%.1f" % self._timings.own_milliseconds)]
+        return headers if self.charge is None else self.charge.on(headers)
 
     def failed(self, status: int) -> None:
         """It counts as `status`, whatever it has begun with."""
@@ -418,7 +421,8 @@ def exchange_of(
     owner = key.owner if key is not None else None
     head = Head(scope["method"], target_of(scope), path, endpoint, headers, request_id, key, owner)
     timings = Timings()
-    reply = Reply(scope.get(asgi.SERVED), receive, _send=send or _nowhere, _timings=timings)
+    charge = Charge(key.limits) if key is not None and key.limits is not None else None
+    reply = Reply(scope.get(asgi.SERVED), receive, _send=send or _nowhere, _timings=timings, charge=charge)
     exchange = Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
     if endpoint == "other":
         exchange.ask()

@@ -38,7 +38,7 @@ from proxy.pipeline.exchange import (
 )
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
+from proxy.pipeline.sse import CountingRelay, Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
@@ -266,7 +266,8 @@ class ResponseRelay:
         served = reply.served if exchange.send is reply else None  # else something looks at what is sent
         choices = choices_of(exchange.body.parsed) if exchange.body.strips_usage else 0
         names = opened if exchange.head.endpoint == RESPONSES else None
-        stream = SseRelay(response, exchange.send, served, choices, names)
+        relayed, charge = (response, exchange.send, served, choices, names), reply.charge
+        stream = SseRelay(*relayed) if charge is None else CountingRelay(*relayed, _charge=charge)
         end = b""
         self._heartbeats.streams[stream] = exchange.at
         try:

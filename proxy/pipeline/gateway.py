@@ -122,7 +122,7 @@ class Gateway:
             from proxy.routing.redis_sync import RedisSync  # and with it redis: not imported if it is not wanted
 
             tables = self.prefix_index, reader.positions, reader.stored
-            self.redis_sync = shelf.put(RedisSync(settings.redis, *tables, metrics, idle, self.pool.boots))
+            self.redis_sync = shelf.put(RedisSync(settings.redis, *tables, metrics, idle, self.pool.boots, self.keys))
         if tracing is not None:
             shelf.put(tracing)
         pools = [self.pool] if self.prefill_pool is None else [self.pool, self.prefill_pool]

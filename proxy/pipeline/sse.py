@@ -23,6 +23,7 @@ from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.client import Answer
 from proxy.http.json_body import loads
+from proxy.http.token_limits import Charge
 from proxy.idle_work import beside
 
 # Between two events, and a line of the next one: of a blank line SDKs make an empty event.
@@ -177,6 +178,21 @@ class SseRelay:
                 self._terminal = events[start:]
                 return events[:start]
         return events
+
+
+@dataclass(eq=False, kw_only=True)
+class CountingRelay(SseRelay):
+    """Counts its events for a key with limits in tokens: all that is known of a stream without usage."""
+
+    _charge: Charge
+
+    def __post_init__(self) -> None:
+        self._charge.streamed = 0
+
+    def _take(self, chunk: bytes) -> bytes:
+        taken = super()._take(chunk)
+        self._charge.streamed = (self._charge.streamed or 0) + sum(map(taken.count, _ENDS))
+        return taken
 
 
 def _without_usage(events: bytes) -> bytes:

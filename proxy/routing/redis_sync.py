@@ -6,6 +6,8 @@ Redis is away, the gateway goes on with what it knows itself.
 Each worker has a stream of records about the prefixes it holds and the responses it stores; one more stream has the
 positions of boundaries.
 Entries of a stream are batches of fixed-size records.
+
+What a key with limits in tokens has used in a day is a hash, of which each gateway writes one field, its own total.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from xxhash import xxh3_128_hexdigest
 from proxy.boundaries.positions import PositionCache
 from proxy.chat.responses import StoredResponses
 from proxy.fleet.part import Part
+from proxy.http.auth import KeyRing
+from proxy.http.token_limits import DAY, TokenLimits
 from proxy.idle_work import SHORT_PATIENCE_SECONDS, IdleWork, Steps
 from proxy.metrics import Metrics
 from proxy.routing.prefix_index import PrefixIndex
@@ -63,6 +67,8 @@ WAITING_EVENTS = 10_000  # to be written; the oldest are dropped while Redis is 
 
 # A record is not written again for this long. It is repeated after that if it is in use, because streams are trimmed.
 REPEAT_SECONDS, WRITTEN_LATELY = 60.0, 20_000
+
+LIMITS_AT_ONCE = 64  # keys with limits in tokens, in one exchange; more take turns
 
 KEY_BYTES, WRITER_BYTES = 16, 8
 MAX_RECORDS = 64  # in one batch: applying it stays far below a millisecond
@@ -175,6 +181,7 @@ class RedisSync(Part):
         metrics: Metrics,
         idle: IdleWork,
         boots: Callable[[], Iterable[str]],
+        keys: KeyRing | None = None,
     ) -> None:
         """`boots` names the workers that this gateway has now: only their streams are read."""
         # RESP2: no greeting that a connection would have to wait for.
@@ -201,6 +208,7 @@ class RedisSync(Part):
         self._cursors: dict[bytes, bytes] = {}  # by stream, the last entry that was read
         self._writers: TTLCache[bytes, None] = TTLCache(MOST_WRITERS, WRITER_SECONDS, time.monotonic)  # other gateways
         self._next_write = 0.0  # time.monotonic()
+        self._keys, self._field, self._turn = keys, secrets.token_bytes(WRITER_BYTES), 0
         self._start_over()
         # On the path of requests: no more than an append.
         prefix_index.on_held = lambda key, tokens, boot: self._append(boot, ((HELD, key, tokens),))
@@ -214,6 +222,8 @@ class RedisSync(Part):
             await self._idle.lull(SHORT_PATIENCE_SECONDS)
             try:
                 more = await self._exchange()
+                if self._keys is not None and (limited := [*self._keys.limited.values()]):
+                    await self._share_use(limited)
             except Exception as error:
                 pause = self._failed(error)
             else:
@@ -279,6 +289,22 @@ class RedisSync(Part):
             self._apply(boot, fields.get(b"n", b""))
             self._cursors[stream] = number
             yield
+
+    async def _share_use(self, limited: list[TokenLimits]) -> None:
+        """Tell what keys have used here, and hear what they have used at other gateways."""
+        first = self._turn % len(limited)
+        turn = [(limits, *limits.totals()) for limits in (limited[first:] + limited[:first])[:LIMITS_AT_ONCE]]
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for limits, day, totals in turn:
+                name = b"seamark:used:1:%d:%b" % (day, xxh3_128_hexdigest(limits.name.encode()).encode())
+                if limits.is_used:
+                    pipeline.hset(name, self._field, totals)
+                    pipeline.expire(name, DAY)
+                pipeline.hgetall(name)
+            replies = [each for each in await pipeline.execute() if isinstance(each, dict)]
+        for (limits, day, _), told in zip(turn, replies, strict=True):
+            limits.hear(day, [totals for field, totals in told.items() if field != self._field])
+        self._turn = first + len(turn)
 
     def _take(self) -> None:
         """Sort waiting events by stream, as many as one exchange takes."""

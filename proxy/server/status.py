@@ -36,12 +36,14 @@ CHANGING = 0.1
 def _of_both(gateway: Gateway) -> dict[str, Any]:
     check = gateway.self_check
     is_checked = bool(gateway.settings.self_check_interval)
+    limited = gateway.keys.limited if gateway.keys is not None else {}
+    limits = {name: {"limits": [asdict(window) for window in each.now()]} for name, each in limited.items()}
     return {
         "version": version(),
         "since": gateway.created,
         "workers": [worker_status(worker, gateway) for worker in gateway.pool.workers],
         "warnings": warnings(gateway),
-        "keys": by_key(gateway.metrics),
+        "keys": [used | limits.get(used["name"], {}) for used in by_key(gateway.metrics)],
         "prefixes": gateway.pinned.as_json(),
         "redis": redis_status(gateway),
         # How many answers from the cache were checked, and what followed; None if the self-check is off.

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,8 +21,9 @@ import redis as redis_client
 
 from proxy.bench.harness.servers import Server, Servers, free_port
 from proxy.chat.chat import RESPONSES
+from proxy.http import token_limits
 from proxy.routing import redis_sync
-from tests.harness.api_keys import bearer
+from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import GatewayForks, chat, metric, post, start_gateway
 from tests.harness.in_memory_gateway import InMemoryGateway
 from tests.harness.recording_worker import RecordingWorker, recording_worker
@@ -202,6 +204,28 @@ def test_a_stream_takes_no_more_room_than_is_said(client):
             pipeline.xadd("largest", {"n": largest}, maxlen=redis_sync.STREAM_ENTRIES, approximate=True)
         pipeline.execute()
     assert redis_sync.STREAM_BYTES / 2 < client.memory_usage("largest", samples=0) < redis_sync.STREAM_BYTES
+
+
+async def test_a_keys_limit_is_one_for_all_gateways_while_redis_is_there(in_memory, server, keys, workers, monkeypatch):
+    now = [60.0]
+    monkeypatch.setattr(token_limits, "time", SimpleNamespace(time=lambda: now[0]))
+    keys.write_text(entry("ann", tokens_per_minute=3000, count="prompt"))
+    first, second = [await in_memory(*workers, api_keys=keys, redis=server.url) for _ in range(2)]
+    windows = [each.gateway.keys.limited["ann"].minute for each in (first, second)]
+
+    async def let_in(gateway: InMemoryGateway, most: int = 12) -> int:
+        answers = [await gateway.post(ASK, "/v1/embeddings", **bearer("ann")) for _ in range(most)]
+        return [each.status_code for each in answers].count(200)
+
+    assert await let_in(first, 3) == 3  # of 300 tokens each
+    await until(lambda: windows[1].others == 900)
+    assert await let_in(second) == 7
+    server.kill()
+    await until(lambda: {each.gateway.redis_sync.state for each in (first, second)} == {"down"})
+    now[0] += 60
+    assert [await let_in(first), await let_in(second)] == [10, 10]
+    server.start()
+    await until(lambda: [each.others for each in windows] == [3000, 3000])
 
 
 ASK = {"model": "m", "input": "Tide?"}

@@ -10,12 +10,17 @@ import copy
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 
 from proxy.fleet.worker import Worker
+from proxy.http import token_limits
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable
+from proxy.http.token_limits import LIMIT, REMAINING, RESET
+from tests.harness.api_keys import bearer, entry
+from tests.harness.fake_engine import Computed
 from tests.harness.gateways import CHAT, LAST_USER, SYSTEM, TURN_END, chat
 from tests.harness.in_memory_gateway import InMemoryGateway, learnt
 from tests.harness.recording_worker import EVENTS, RecordingWorker
@@ -359,6 +364,78 @@ async def test_system_messages_within_a_chat_go_to_its_head_where_a_template_tak
         assert contents == sent and all(each.closed for each in script)
     scene.pool.workers[0].restarted()
     assert not scene.pool.workers[0].merges_system
+
+
+TOLD, UNTOLD, GONE = WHOLE.replace(b"300,", b'300,"completion_tokens":7,'), b'{"choices":[]}', b"its client leaves"
+WORKERS = [(LIMIT, b"7"), (b"x-ratelimit-limit-requests", b"8")]  # of its own
+LAST, SSE = b"data: " + TOLD + b"\n\n", [STREAM, *WORKERS]
+
+
+class Leaving(Said):
+    async def next_chunk(self) -> bytes:
+        if self.pieces[:1] == [GONE]:
+            self.client.leave()
+            await asyncio.Event().wait()
+        return await super().next_chunk()
+
+
+# Its limits, its path, what workers say, and what counts: P, the estimate of its prompt, and so many tokens.
+CHARGED: dict[str, tuple[dict[str, Any], str, list[Any], str, int]] = {
+    "all that the usage says": ({}, CHAT, [Said(200, TOLD, headers=[JSON, *WORKERS])], "", 307),
+    "cached tokens at their weight": ({"cached_weight": 0.1}, CHAT, [Said(200, TOLD)], "", 163),
+    "what is computed": ({"count": "computed"}, CHAT, [Said(200, TOLD)], "", 140),
+    "the answer": ({"count": "output"}, CHAT, [Said(200, TOLD)], "", 7),
+    "embeddings": ({}, "/v1/embeddings", [Said(200, TOLD)], "", 307),
+    "nothing where no token is computed": ({}, "/tokenize", [Said(200, UNTOLD)], "", 0),
+    "a whole answer without usage: what it may have": ({}, CHAT, [Said(200, UNTOLD)], "P", 50),
+    "a stream that tells it, since it is asked to": ({}, CHAT, [Leaving(200, DELTA, LAST, DONE, headers=SSE)], "", 307),
+    "a stream without usage: its events": ({}, CHAT, [Leaving(200, DELTA + DELTA, DONE, headers=SSE)], "P", 3),
+    "one whose client leaves": ({}, CHAT, [Leaving(200, DELTA, DELTA, GONE, headers=SSE)], "P", 2),
+    "one whose client leaves before it begins": ({}, CHAT, [Leaving(200, GONE, headers=SSE)], "P", 0),
+    "a whole answer whose client leaves: what it may have": ({}, CHAT, [Leaving(200, b"{", GONE)], "P", 50),
+    "one request, however often it is sent": ({}, CHAT, [Unreachable("no"), Said(200, TOLD)], "", 307),
+    "no error": ({}, CHAT, [Said(400, b"{}")], "", 0),
+}
+
+
+@pytest.mark.parametrize("name", CHARGED)
+async def test_what_counts_at_a_key_with_limits_in_tokens(scene_of, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(token_limits, "time", SimpleNamespace(time=lambda: 86_390.0))
+    limits, path, script, of_prompt, tokens = copy.deepcopy(CHARGED[name])
+    (tmp_path / "keys").write_text(entry("ann", tokens_per_minute=1000, tokens_per_day=900, **limits))
+    scene = await scene_of(api_keys=tmp_path / "keys", ask_usage=False)
+    is_stream, says_usage = STREAM in getattr(script[-1], "headers", ()), TOLD in getattr(script[-1], "pieces", ())
+    body = {**chat("Tide?"), "input": "x", "stream": is_stream, "max_tokens": 25, "n": 2}
+    scene.upstream.script, headers, counted = [*script], [], tokens + len(of_prompt) * round(len(json.dumps(body)) / 4)
+    script[-1].client = client = scene.own.opened(body, path, **bearer("ann"))
+
+    async def read() -> None:
+        while (message := await client.message()) is not None:
+            headers.extend(message.get("headers", ()))
+
+    reading = asyncio.create_task(read())
+    await client.task
+    reading.cancel()
+    assert is_stream is (b"include_usage" in scene.upstream.sent[-1].body)
+    assert [window.own for window in scene.own.gateway.keys.limited["ann"].now()] == [counted, counted]
+    left = dict(headers).get(REMAINING)
+    own = [(LIMIT, b"900"), (REMAINING, left), (RESET, b"10s")] * bool(headers)
+    assert [each for each in headers if b"ratelimit" in each[0] and each != WORKERS[1]] == own
+    assert left == b"%d" % (900 - counted) or not says_usage or path != CHAT
+
+
+async def test_what_is_answered_again_counts_nothing_and_goes_on_when_nothing_is_left(in_memory, tmp_path):
+    (tmp_path / "keys").write_text(entry("ann", tokens_per_day=1) + entry("root", admin=True))
+    gateway = await in_memory(RecordingWorker(computed=Computed()), response_cache=2**22, api_keys=tmp_path / "keys")
+    bodies, headers = [{**chat(each), "temperature": 0} for each in ("Tide?", "Wind?", "Tide?")], bearer("ann")
+    answers = [await gateway.post(body, x_seamark_cache="allow", **headers) for body in bodies]
+    assert [each.status_code for each in answers] == [200, 429, 200]
+    assert {each.headers["x-ratelimit-remaining-tokens"] for each in answers} == {"0"}
+    error = answers[1].json()["error"]
+    assert (error["type"], error["code"]) == ("tokens", "rate_limit_exceeded") and "tokens_per_day" in error["message"]
+    assert gateway.metric("seamark_key_refused_total", key="ann", per="day") == 1
+    (limit,) = (await gateway.get("/seamark/status", **bearer("root"))).json()["keys"][0]["limits"]
+    assert (limit["per"], limit["limit"], limit["others"]) == ("day", 1, 0) and limit["own"] > 1
 
 
 # Before workers whose engines compute.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,10 @@ from redis.exceptions import RedisError
 from proxy.boundaries.boundary import Boundary
 from proxy.boundaries.positions import PositionCache
 from proxy.chat.responses import StoredResponses
+from proxy.errors import KeyBusy
+from proxy.http import token_limits
+from proxy.http.auth import KeyRing
+from proxy.http.token_limits import DAY, MINUTE, Charge
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.routing import redis_sync
@@ -36,6 +42,7 @@ from proxy.routing.redis_sync import (
     pack,
     unpack,
 )
+from tests.harness.api_keys import entry
 from tests.harness.virtual_time import VirtualTimeLoop, on_virtual_time
 from tests.harness.waiting import until
 
@@ -47,10 +54,11 @@ FOREIGN = b"-another"  # a writer that is no gateway here
 
 
 class Redis:
-    """Streams, as far as gateways use them."""
+    """Streams and hashes, as far as gateways use them."""
 
     def __init__(self) -> None:
         self.streams: dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]] = {}
+        self.hashes: defaultdict[bytes, dict[bytes, bytes]] = defaultdict(dict)
         self.failures: list[Exception] = []  # of the next exchanges
         self.answers_get_lost = False  # what was asked for is done all the same
         self.exchanged_at: list[float] = []  # by the event loop's clock
@@ -95,11 +103,18 @@ class _Pipeline(contextlib.AsyncExitStack):
         self._asked.append((self._redis.add, stream, fields[b"n"]))
 
     def expire(self, stream: bytes, seconds: int) -> None:
-        assert seconds == redis_sync.STREAM_SECONDS
+        assert seconds == (DAY if stream.startswith(b"seamark:used:") else redis_sync.STREAM_SECONDS)
         self._endless.discard(stream)
 
     def xread(self, cursors: dict[bytes, bytes], count: int) -> None:
         self._asked.append((self._redis.read, dict(cursors), count))
+
+    def hset(self, name: bytes, field: bytes, value: bytes) -> None:
+        self._endless.add(name)
+        self._asked.append((lambda: self._redis.hashes[name].update({field: value, FOREIGN: b"garbage"}),))
+
+    def hgetall(self, name: bytes) -> None:
+        self._asked.append((lambda: dict(self._redis.hashes[name]),))
 
     async def execute(self) -> list[Any]:
         assert not self._endless, "what is written expires"
@@ -113,11 +128,11 @@ class _Pipeline(contextlib.AsyncExitStack):
 
 
 class Gateway:
-    def __init__(self, *boots: str, url: str = "redis://r") -> None:
+    def __init__(self, *boots: str, url: str = "redis://r", keys: KeyRing | None = None) -> None:
         self.index, self.positions, self.stored = PrefixIndex(10**6), PositionCache(10**6), StoredResponses(10**6)
         self.metrics, self.boots = Metrics(), list(boots)
         tables = self.index, self.positions, self.stored
-        self.sync = redis_sync.RedisSync(url, *tables, self.metrics, IdleWork(), lambda: self.boots)
+        self.sync = redis_sync.RedisSync(url, *tables, self.metrics, IdleWork(), lambda: self.boots, keys)
 
     def holds(self, key: bytes, tokens: int = 320, boot: str = BOOT) -> None:
         self.index.record((Boundary("system", key, "first:1", tokens=tokens),), boot)
@@ -312,6 +327,90 @@ class Sharing(RuleBasedStateMachine):
 
 TestSharing = Sharing.TestCase
 TestSharing.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+WINDOWS = {"minute": (100, MINUTE), "day": (250, DAY)}  # tokens that the key may use in so many seconds
+
+
+class SharedLimits(RuleBasedStateMachine):
+    """What three gateways let one key use together: as much as one would, and what they had not heard of each other."""
+
+    gateway = st.integers(0, 2)
+    tokens = st.sampled_from([0, 1, 30, 90, 400])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.redis, self.now, self.patch, self.loop = Redis(), 10.0 * DAY, pytest.MonkeyPatch(), VirtualTimeLoop()
+        self.patch.setattr(token_limits, "time", SimpleNamespace(time=lambda: self.now))
+        self.patch.setattr(redis_sync, "Redis", self.redis)
+        with TemporaryDirectory() as folder:
+            (path := Path(folder, "keys")).write_text(entry("ann", tokens_per_minute=100, tokens_per_day=250))
+            self.rings = [KeyRing(path, None) for _ in range(3)]
+        self.gateways = [Gateway(keys=ring) for ring in self.rings]
+        self.open: list[list[tuple[Charge, int, float]]] = [[], [], []]  # with its estimate, and since when
+        self.own, self.told, self.heard = ({per: [0, 0, 0] for per in WINDOWS} for _ in range(3))  # by gateway
+
+    def teardown(self) -> None:
+        self.patch.undo()
+        self.loop.close()
+
+    @rule(at=gateway, tokens=tokens, output=st.sampled_from([0, 10]))
+    def is_asked(self, at: int, tokens: int, output: int) -> None:
+        charge, estimate = Charge(self.rings[at].limited["ann"]), max(1, tokens + output)
+        held = {per: min(estimate, limit) for per, (limit, _) in WINDOWS.items()}
+        used = {per: self.own[per][at] + self.heard[per][at] + held[per] for per in WINDOWS}
+        if short := [seconds for per, (limit, seconds) in WINDOWS.items() if used[per] > limit]:
+            with pytest.raises(KeyBusy, match=r"tokens a (minute|day) left") as refused:
+                charge.hold(tokens, 0, output)
+            assert refused.value.retry_after == short[-1] - self.now % short[-1]
+            return
+        charge.hold(tokens, 0, output)
+        self.open[at].append((charge, estimate, self.now))
+        for per, (limit, _) in WINDOWS.items():
+            self.own[per][at] += held[per]
+            assert self.own[per][at] + self.heard[per][at] <= limit  # beyond it goes what it has not heard of
+
+    @rule(at=gateway, tokens=tokens)
+    def has_answered(self, at: int, tokens: int) -> None:
+        if self.open[at]:
+            charge, estimate, since = self.open[at].pop(0)
+            for _ in range(2):
+                charge.settle(tokens, 0, 0)
+            for per, (limit, seconds) in WINDOWS.items():
+                more = tokens - min(estimate, limit)
+                self.own[per][at] += more if since // seconds == self.now // seconds else max(0, more)
+
+    @rule(seconds=st.sampled_from([1, 20, MINUTE, DAY]))
+    def time_passes(self, seconds: int) -> None:
+        before, self.now = self.now, self.now + seconds
+        for per, (_, length) in WINDOWS.items():
+            if before // length != self.now // length:
+                self.own[per], self.told[per], self.heard[per] = [0, 0, 0], [0, 0, 0], [0, 0, 0]
+
+    @rule(at=gateway, fails=st.sampled_from(["", "", "refused", "lost"]))
+    def exchanges(self, at: int, fails: str) -> None:
+        self.redis.failures, self.redis.answers_get_lost = [OSError()] * bool(fails), fails == "lost"
+        with pytest.raises(OSError) if fails else contextlib.nullcontext():  # noqa: PT011
+            self.loop.run_until_complete(self.gateways[at].sync._share_use([*self.rings[at].limited.values()]))
+        for per in WINDOWS if fails != "refused" else ():
+            self.told[per][at] = self.own[per][at]
+        for per in WINDOWS if not fails else ():
+            self.heard[per][at] = sum(self.told[per]) - self.told[per][at]
+
+    @rule()
+    def redis_is_emptied(self) -> None:
+        self.redis.hashes.clear()
+        self.told = {per: [0, 0, 0] for per in WINDOWS}
+
+    @invariant()
+    def each_counts_its_own_and_what_it_has_heard(self) -> None:
+        for at, ring in enumerate(self.rings):
+            for window in ring.limited["ann"].now():
+                assert (window.own, window.others) == (self.own[window.per][at], self.heard[window.per][at])
+
+
+TestSharedLimits = SharedLimits.TestCase
+TestSharedLimits.settings = settings(max_examples=40, stateful_step_count=30)
 
 
 async def test_what_waits_while_redis_is_away_is_bounded_and_the_oldest_is_dropped_and_counted(monkeypatch):
