@@ -13,6 +13,7 @@ import secrets
 from base64 import urlsafe_b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -33,6 +34,8 @@ class KeyEntry(BaseModel):
     max_inflight: int = Field(0, ge=0, le=MOST_NUMBER)  # requests at workers at once; 0: no limit of its own
     max_queued: int = Field(64, ge=0, le=MOST_NUMBER)  # requests waiting in the gateway
     share: str | None = None  # keys that name the same group share cached prefixes
+    keep: Literal["no", "private"] | None = None  # what its clients may leave in caches, and none of them can lift
+    priority: Literal["low"] | None = None  # what they leave goes first
     admin: bool = False  # may read /seamark/* and /metrics, and change the worker's LoRA adapters
 
     @field_validator("sha256", mode="before")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from proxy.boundaries.boundary import Found
+from proxy.boundaries.boundary import Entry, Found
 from proxy.chat.responses import StoredResponses
 from proxy.errors import NoWorker
 from proxy.fleet.hot_prefixes import WarmupRequest, WarmupSet
@@ -19,7 +19,7 @@ from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Slot, Worker
 from proxy.http.auth import ApiKey
 from proxy.observability.reasons import Expectation
-from proxy.pipeline.exchange import Exchange, affinity_key, user_key
+from proxy.pipeline.exchange import Exchange, Prompt, affinity_key, user_key
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
@@ -236,14 +236,17 @@ class Dispatcher:
             match_unit=engine.match_unit if engine is not None else 1,
             ahead=engine.ahead if engine is not None else 0,
         )
-        if takes_hints:
+        hint: tuple[Entry, ...] = ()
+        if exchange.keep:  # from here on, nobody knows of its prompt
+            expected.failure = "not_kept"
+            exchange.prompt = Prompt(tokens=exchange.prompt.tokens, rewrites=exchange.prompt.rewrites)
+        elif takes_hints:
             hint = worker.hint(found)
             self._engine_events.sent(worker, exchange.engine_id, found.boundaries, hint)
             self._prefix_index.record(found.boundaries, boot, hint)
             if longest is not None and found.boundaries and not self._warmup.used_again(longest.key):
                 self._keep_for_warmup(exchange, found, worker, longest)
         else:  # vLLM keeps what it computes, and says nothing of it
-            hint = ()
             self._prefix_index.record(found.boundaries, boot)
         exchange.give(worker, expected, hint)
         return worker, here.tokens if here is not None else 0
