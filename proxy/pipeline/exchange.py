@@ -111,7 +111,7 @@ class Body(Struct, eq=False):
 
     def leave_nothing(self, head: Head, keep: str, salt: str) -> None:
         """Settle that; `salt`: one of its own, for what cannot be told or is not to find anything."""
-        is_told = head.endpoint in HINTED
+        is_told = head.endpoint in HINTED and flag(self.parsed.get("use_beam_search")) is False  # which drops `XARGS`
         self.keep = "no" if is_told else ""
         if keep == "private" or not is_told:
             self.parsed["cache_salt"] = self.put["cache_salt"] = salt

@@ -371,7 +371,7 @@ def _needs_salt(exchange: Exchange, worker: Worker) -> bool:
     told, where = worker.engine.keep if worker.engine is not None else "", KEEP_HEADER.decode()
     if told not in ("", TOLD):
         raise BadRequest(f"{where}: worker {worker.name} cannot promise that, since {told}.", where)
-    is_told = told == TOLD and exchange.head.endpoint in HINTED
+    is_told = told == TOLD and exchange.body.keep != ""
     exchange.left_out_by = "engine" if is_told else "salt"
     return not is_told
 

@@ -24,6 +24,7 @@ class Row(NamedTuple):
     salted: bool = False  # with a salt of its own
     said: str | None = "no"  # in the answer's head
     status: int = 200
+    fields: dict[str, Any] = {}  # noqa: RUF012
 
 
 ROWS = {
@@ -35,6 +36,7 @@ ROWS = {
     "a trusted hop": Row(xarg="no"),
     "a header is stricter than a body": Row("private", xarg="no", salted=True, said="private"),
     "an engine that cannot be told": Row("no", keep="", salted=True),
+    "a beam search, which tells no engine": Row("no", fields={"use_beam_search": True}, told=None, salted=True),
     "a path that tells no engine": Row("no", path="/v1/embeddings", told=None, salted=True),
     "a response": Row("no", path="/v1/responses"),
     "a message": Row("no", path="/v1/messages"),
@@ -65,7 +67,7 @@ async def test_nothing_is_known_of_what_may_not_be_kept(in_memory, tmp_path, row
     own = await in_memory(*workers, api_keys=keys, response_cache=2**20, response_cache_models=("*",))
     await learnt(own)
     before = held(own)
-    body: Any = chat("Tide?", system=LONG, temperature=0)
+    body: Any = chat("Tide?", system=LONG, temperature=0, **row.fields)
     body |= {"input": body["messages"]} if row.path == "/v1/responses" else {}
     body |= {"vllm_xargs": {"a": 1, "seamark_keep": row.xarg}} if row.xarg is not None else {}
     body = b"RIFF" if "audio" in row.path else body
