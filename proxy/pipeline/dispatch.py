@@ -224,9 +224,10 @@ class Dispatcher:
         if (earlier := exchange.expected) is not None:  # it is sent again, elsewhere: the first try counts for nothing
             sent, ever_sent, told = earlier.sent, earlier.ever_sent, earlier.held
         # In shadow mode a plugin that refuses hints is known, too.
-        without = "unpatched" if engine is None and not worker.refused else "hint_ignored"
+        failure = "unpatched" if engine is None and not worker.refused else "hint_ignored"
+        failure = "not_kept" if exchange.keep else failure
         expected = Expectation(
-            failure=found.failure if takes_hints else without,
+            failure=failure if exchange.keep or not takes_hints else found.failure,
             sent=sent,
             sent_here=sent is not None and boot in sent.held,
             ever_sent=ever_sent,
@@ -238,7 +239,6 @@ class Dispatcher:
         )
         hint: tuple[Entry, ...] = ()
         if exchange.keep:  # from here on, nobody knows of its prompt
-            expected.failure = "not_kept"
             exchange.prompt = Prompt(tokens=exchange.prompt.tokens, rewrites=exchange.prompt.rewrites)
         elif takes_hints:
             hint = worker.hint(found)
