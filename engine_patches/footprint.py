@@ -3,7 +3,8 @@
 What hangs on an object goes with it. Beside these names some of vLLM's own fields are set to other values:
 
     Scheduler          mamba_has_prefill_checkpoint_blocks, mamba_shared_prefix_checkpoint
-    its coordinator    enable_partial_hash_hits
+    its coordinator    enable_partial_hash_hits, cache_blocks
+    its managers       pop_blocks_for_free
     MambaManager       has_prefill_checkpoint_blocks, shared_prefix_checkpoint
     CacheConfig        prefix_match_unit, block_size
     MambaSpec          shapes: equal, with the promise of a layer (`forward.layers`)

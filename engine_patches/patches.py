@@ -23,6 +23,7 @@ from engine_patches.ledger import Patch, PatchRole, Platform, Shape, exists, hol
 from engine_patches.reporting import hooks as reporting
 from engine_patches.scheduler import adapters, cache_keys, draft_windows, fan_out, kv_events, state_writes, transfers
 from engine_patches.scheduler import hooks as scheduling
+from engine_patches.scheduler.not_kept import refuse_what_cannot_be
 from engine_patches.trial import own_requests
 
 SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -280,6 +281,25 @@ PATCHES: tuple[Patch, ...] = (
             ),
             Shape(f"{POOL}.reset_prefix_cache", mentions=("self.cached_block_hash_to_block = BlockHashToBlockMap()",)),
             Shape(f"{KV_CACHE_MANAGER}.take_events", "self", mentions=("self.block_pool.take_events()",)),
+        ),
+    ),
+    Patch(
+        "not-kept",
+        f"{CORE}.preprocess_add_request",
+        why="a request that asks for nothing of it to be kept is refused where that cannot be promised",
+        until="vLLM takes requests whose blocks get no keys",
+        build=refuse_what_cannot_be,
+        parameters="self, request",
+        relies_on=(
+            # By these alone do a request's blocks get keys.
+            Shape(
+                "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
+                "self, request, num_computed_tokens",
+                ("manager.cache_blocks(",),
+            ),
+            Shape(f"{KV_CACHE_MANAGER}.allocate_slots", mentions=("self.coordinator.cache_blocks(request, ",)),
+            Shape(f"{KV_CACHE_MANAGER}.cache_blocks", mentions=("self.coordinator.cache_blocks(request, ",)),
+            Shape(f"{KV_CACHE_MANAGER}.prefix_cache_lookup_enabled", mentions=("request.skip_reading_prefix_cache",)),
         ),
     ),
     Patch(

@@ -109,6 +109,9 @@ class Metrics:
         self.shared_tokens = Tally(
             "shareable_cached_tokens_total", "Shareable tokens that the engine reports as cached", *BY_WORKER
         )
+        self.not_kept = Tally(
+            "not_kept_total", "Requests of which nothing is kept, by what keeps them out of a worker's cache", "by"
+        )
         self.key_requests = Tally("key_requests_total", "Requests with an API key, by its name", "key")
         self.key_tokens = Tally(
             "key_tokens_total",

@@ -73,7 +73,7 @@ def families() -> tuple[Gauge, Mapping[str, Counter], Mapping[str, Gauge]]:
     info = Gauge(
         "seamark_engine_info",
         "1 while Seamark's patches are live; lengths in tokens; `reports`: HOST:PORT where they are read",
-        ["version", "vllm", *lengths, "connector", "lane", "refused", "drafts", "reports"],
+        ["version", "vllm", *lengths, "connector", "lane", "keep", "refused", "drafts", "reports"],
         multiprocess_mode="max",
     )
     counters = {
@@ -138,7 +138,8 @@ class CollectedMetrics:
 
     def _show(self, report: EngineReport) -> None:
         lengths = (str(report.match_unit), str(report.block_size), str(report.ahead))
-        of_engine = (*lengths, report.connector, report.lane, report.refused, report.drafts[0], self._read_at)
+        connector = (report.connector, report.lane, report.keep)
+        of_engine = (*lengths, *connector, report.refused, report.drafts[0], self._read_at)
         labels = (*self._versions, *of_engine)
         shown = self._shown.get(report.engine)
         if labels == shown:

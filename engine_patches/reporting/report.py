@@ -17,6 +17,7 @@ import zmq
 
 from engine_patches import kv_connectors
 from engine_patches.reporting.addresses import MAX_WAITING
+from engine_patches.scheduler import not_kept
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import Counts, GatewayLoad, loads_of_gateways
 from engine_patches.scheduler.states import StateEvent
@@ -38,6 +39,7 @@ class EngineReport(Counts, kw_only=True, omit_defaults=True):
     refused: str = ""  # why hints are, empty if they are not
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""
+    keep: str = ""  # whether a request can be told to leave nothing behind: `not_kept.TOLD`, or why not
     cache_tokens: int = 0  # that fit into its cache; 0: vLLM does not say
 
     running: int = 0  # requests
@@ -63,6 +65,7 @@ def constants(config: Any) -> dict[str, Any]:
         "engines": 1 if alone else parallel.data_parallel_size,
         "connector": "+".join(connector.names),
         "lane": connector.lane.value if connector.names else "",
+        "keep": not_kept.why_not(config) or not_kept.TOLD,
     }
 
 

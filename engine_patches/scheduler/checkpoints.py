@@ -19,6 +19,7 @@ from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.drafts import AcceptedDrafts, DraftGate, is_own, is_trial
 from engine_patches.scheduler.earlier_prompts import ExpectedJunctions, LadderUse, Outcomes, SeenPrefixes, TurnValue
 from engine_patches.scheduler.fan_out import PrefillGate
+from engine_patches.scheduler.low_priority import LowBlocks
 from engine_patches.scheduler.planner import CheckpointTarget, Grid, Planner, RequestState, TurnEnd, Wish
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
 from engine_patches.scheduler.states import States
@@ -43,6 +44,7 @@ class Checkpoints:
     gate: PrefillGate | None = None  # holds followers back; None if fan-out is switched off
     counters: Counters = field(default_factory=Counters)
     step_time: StepTime = field(default_factory=StepTime)
+    low: LowBlocks | None = None  # what goes first; None before the scheduler is whole
     pinning: set[str] = field(default_factory=set)  # requests that pin their prompts, or release them
     last_planned: Any = None  # vLLM's `SchedulerOutput` of the step that was planned last
     step_ended: float = 0.0  # when the output of a step came last, by the monotonic clock
@@ -71,6 +73,8 @@ class Checkpoints:
     def _wish_of(self, request: Any) -> Wish:
         hint, ignore = hints.hint_in(request), self.counters.hint_ignored
         hinted, refusal = hint is not hints.NONE, None  # why its hint is ignored
+        if (keep := hints.keep_in(request)) in (hints.NO, hints.PRIVATE):
+            return Wish(hinted=hinted, left_to_vllm=True, is_kept=False)
         if is_alone(request):
             refusal = "adapter"
         elif self.states is None:
@@ -93,6 +97,7 @@ class Checkpoints:
         reach = math.ceil((planner.TURN_REACH + self.grid.alignment + self.grid.ahead) / unit)
         earlier = self.turn_value.came_back(request.block_hashes[max(shared // unit - reach, 0) : shared // unit])
         known = {"hinted": hinted, "pin": pin, "trial": is_trial(request), "goes_on_from": earlier}
+        known["is_low"] = keep == hints.LOW
         wish = self.planner.wish(hint, resolved, tokens, shared, places, ignore, **known)
         return replace(wish, worthless_turn=self._worthless_turn(request, wish))
 
@@ -148,6 +153,8 @@ class Checkpoints:
 
     def begin_step(self, requests: Container[str]) -> None:
         """A step is going to be planned; `requests` are alive."""
+        if self.low is not None:
+            self.low.give_way()
         if self.states is not None:
             self.states.begin_step()
         if self.gate is not None:
@@ -171,7 +178,7 @@ class Checkpoints:
         own = before is not None and target.position > before.start
         turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
         spare, rung = self.planner.is_spare(wish, target), target.kind == planner.RUNG
-        blocks = self.states.reserve(request, target.position, turn, spare=spare, rung=rung)
+        blocks = self.states.reserve(request, target.position, turn, spare=spare, rung=rung, low=wish.is_low)
         if blocks is not None:
             self.state_written(request, blocks[0].block_hash, target.kind)
             if before is not None and target.position == wish.turn_end:
@@ -235,7 +242,8 @@ class Checkpoints:
             if hit_tokens in wish.positions:
                 states.retention.claim(key)
             passed = [position for position in wish.positions if position < hit_tokens]
-            states.resumed(request, hit_tokens, passed, shared=was_expected, loaded=bool(loaded))
+            was_loaded = bool(loaded) or not wish.is_kept  # nothing is stored for what it is worth to such a request
+            states.resumed(request, hit_tokens, passed, shared=was_expected, loaded=was_loaded, low=wish.is_low)
 
     def _learn_junction(self, request: Any, state: RequestState, reason: str, *, was_expected: bool) -> None:
         """Whether a state at first sight would have helped an admitted request; `was_expected`: it did."""

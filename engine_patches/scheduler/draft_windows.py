@@ -216,7 +216,8 @@ class DraftWindows:
             shorter = self._shorter(manager, request, hit, hit)
             return self._with_rows(request, shorter) if shorter is not None else (manager.empty_kv_cache_blocks, 0, 0)
         name = checkpoints.states.keys.state_key(request, hit)
-        shorter = None if name in self._healed else self._to_heal(manager, request, hit)
+        may_heal = state.wish.is_kept and name not in self._healed
+        shorter = self._to_heal(manager, request, hit) if may_heal else None
         if shorter is None:
             state.drafts_from, state.window = hit, ZEROED
             return found

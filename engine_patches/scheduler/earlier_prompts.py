@@ -20,7 +20,7 @@ from engine_patches.scheduler.step_time import StepTime
 # Why a request did or did not resume from a state, out of the closed set that the whole product uses.
 HIT, COLD, BELOW_UNIT, NOT_WORTH_IT = "hit", "cold", "below_unit", "not_worth_it"
 EVICTED, NO_BOUNDARY, HINT_IGNORED = "evicted", "no_boundary", "hint_ignored"
-BETWEEN_STATES = "between_states"
+BETWEEN_STATES, NOT_KEPT = "between_states", "not_kept"
 
 MAX_COMPUTED = 65_536  # prefixes, a hash of 32 bytes each
 MAX_HASHES = 1 << 18  # 4 million tokens at a unit of 16; some 190 bytes each
@@ -82,6 +82,8 @@ class Outcomes:
         """Why a request starts with `hit_tokens` from the cache: all that it shares with an earlier prompt is a hit; if
         it got less, the deepest cause above the hit counts; if none is known, nobody had kept a state there."""
         hinted = wish.hinted_positions
+        if not wish.is_kept:
+            return HIT if hit_tokens else NOT_KEPT
         if getattr(request, "skip_reading_prefix_cache", False):  # prompt logprobs need every token computed
             return HINT_IGNORED
         last = self._grid.resumable(request.num_tokens)

@@ -310,7 +310,7 @@ def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
     state: RequestState = checkpoints.state_of(request)
     held = request.request_id in gate.waiting
     passed = False
-    asked = None if held else gate.could_expect(request)
+    asked = gate.could_expect(request) if state.wish.is_kept and not held else None
     for expected in itertools.chain([asked] if asked is not None else (), gate.expected_in(request)):
         leader = expected.leader.request_id
         # A request that has given up on a leader starts as soon as there is room for it, be it in a later step.

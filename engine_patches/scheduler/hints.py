@@ -23,6 +23,12 @@ FIELD = "seamark_boundaries"
 # From the gateway alone, which takes it out of what clients send. 1: the prompt stays in the cache; 0: no longer.
 PIN = "seamark_pin"
 
+# From the gateway, and others that are trusted. "no": other requests find nothing of this one; "private": nor does it
+# find what others left; "low": what it leaves goes first.
+KEEP = "seamark_keep"
+NO, PRIVATE, LOW = "no", "private", "low"
+KEEPS = ("", NO, PRIVATE, LOW)
+
 # The same as an action of vLLM's KV hints (tests/upstream/kv_checkpoint.md); a later minor version only adds fields.
 ACTION, ACTION_MAJOR = "kv.checkpoint", "1"
 
@@ -84,6 +90,11 @@ def pin_in(request: Any) -> bool | None:
     """Whether a vLLM `Request` pins its prompt, or releases it; None if it says nothing of the kind."""
     pin = arguments_of(request).get(PIN)
     return bool(pin) if pin in (0, 1) else None
+
+
+def keep_in(request: Any) -> Any:
+    """What a vLLM `Request` says of what it leaves, one of `KEEPS` unless its sender is wrong; "" if nothing."""
+    return arguments_of(request).get(KEEP, "")
 
 
 def entries_in(header: str) -> list[int | str] | None:

@@ -23,12 +23,13 @@ from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ConnectorLane
-from engine_patches.scheduler import draft_windows, refusals, transfers
+from engine_patches.scheduler import draft_windows, not_kept, refusals, transfers
 from engine_patches.scheduler.cache_keys import HeldKeys, keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.draft_windows import DraftWindows, left_out_spec
 from engine_patches.scheduler.drafts import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.fan_out import PrefillGate
+from engine_patches.scheduler.low_priority import LowBlocks
 from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL, Grid, RequestState
 from engine_patches.scheduler.refusals import NO_STATES, GroupRole, Refusal, refused, role_of
 from engine_patches.scheduler.states import States
@@ -148,6 +149,10 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             transfers.introduce(self, checkpoints, states)
             if (introduce := getattr(self.connector, "seamark_introduce", None)) is not None:  # our own
                 introduce(checkpoints, states.keys.pool)
+        not_kept.leave_out(self)
+        checkpoints.low = LowBlocks(self)
+        if checkpoints.states is not None:
+            checkpoints.states.retention.low = checkpoints.low.keys
         for manager in (self.kv_cache_manager, *managers):
             manager.seamark = checkpoints
 

@@ -101,6 +101,8 @@ class Wish:
     left_to_vllm: bool = False  # no state of it is kept, and vLLM caches it as it does alone
     trial: bool = False  # hints beside drafts are tried by it: its states are kept, whatever a hit would be worth
     pin: bool | None = None  # its prompt is to be pinned, or released; None: neither
+    is_kept: bool = True  # if not, nothing of it may be found, or learnt: see `not_kept`
+    is_low: bool = False  # what it leaves goes before all else
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -262,11 +264,13 @@ class Planner:
         return target.kind in (TAIL, EDGE, EXPECTED, SPARE, RUNG) or (len(hinted) > 1 and target.position == hinted[-1])
 
     def is_spare(self, wish: Wish, target: CheckpointTarget) -> bool:
-        """Whether the state at a target is written only where it puts out nothing.
+        """Whether the state at a target is written only where it puts out nothing, and is given up at once.
 
         Once a prompt has gone on from an earlier turn, the one at its own end serves its client better.
         """
         before = None if wish.pin or wish.trial else wish.goes_on_from
+        if wish.is_low:
+            return True
         return target.kind in (SPARE, RUNG) or (before is not None and before.start < target.position < wish.turn_end)
 
     def saved(self, target: CheckpointTarget, resumed_at: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class KeptState:
     keys: Sequence[bytes]  # under which they were registered
     turn: bool  # the end of a conversation's turn, rather than of something shared
     rung: bool = False  # of a ladder, and used once at most: whoever used it keeps a state where it leaves the prompt
+    low: bool = False  # requests of low priority alone have written and used it
     uses: int = 0  # requests that resumed from it
     before: bytes | None = None  # key of the turn that its conversation went on from
 
@@ -56,6 +57,7 @@ class Retention:
         self._released: dict[bytes, KeptState] = {}  # given up for the share, and perhaps still cached
         self._released_blocks: dict[int, KeptState] = {}  # by id
         self._released_last: dict[bool, bytes] = {}  # by whether it is a rung: these go before all others
+        self.low: Mapping[int, bytes] = {}  # blocks that requests of low priority left, by id: their keys
         self._windows: dict[bytes, list[tuple[Any, bytes]]] = {}  # of a draft head, by state: blocks with their keys
 
     def __len__(self) -> int:
@@ -68,9 +70,9 @@ class Retention:
         state = self._turns.get(key) or self._kept.get(key) or self._released.get(key)
         return state is not None and state.rung
 
-    def add(self, key: bytes, blocks: Sequence[Any], turn: bool, rung: bool = False) -> None:
+    def add(self, key: bytes, blocks: Sequence[Any], turn: bool, rung: bool = False, low: bool = False) -> None:
         self._forget(key)
-        self._keep(key, KeptState(blocks, [block.block_hash for block in blocks], turn, rung))
+        self._keep(key, KeptState(blocks, [block.block_hash for block in blocks], turn, rung, low))
         self._added += 1
 
     def claim(self, key: bytes) -> None:
@@ -80,15 +82,21 @@ class Retention:
             state.rung, state.uses = not self.make_room(len(state.blocks)), max(state.uses, 1)
             self._keep(key, state)
 
-    def resumed(self, key: bytes, shared: bool) -> None:
-        """A request resumes from the state under `key`; `shared`: that is none of its own conversation."""
+    def resumed(self, key: bytes, shared: bool, low: bool) -> bool:
+        """A request, of `low` priority or not, resumes from the state under `key`; whether that still goes first.
+
+        `shared`: it is none of its own conversation.
+        """
         state = self._find(key)
-        if state is not None:
-            self._forget(key)
-            state.uses += 1
-            state.rung = state.rung and (state.uses == 1 or not self.make_room(len(state.blocks)))
-            state.turn = state.turn and not shared
-            self._keep(key, state)
+        if state is None:
+            return False
+        self._forget(key)
+        state.low = state.low and low
+        state.uses += 1
+        state.rung = state.rung and (state.uses == 1 or not self.make_room(len(state.blocks)))
+        state.turn = state.turn and not shared
+        self._keep(key, state)
+        return state.rung or state.low
 
     def continued(self, key: bytes, before: bytes, named: Container[bytes]) -> None:
         """The turn under `key` went on from that under `before`: the one before both goes, unless `named` or used."""
@@ -152,7 +160,7 @@ class Retention:
     def give_up(self, key: bytes) -> bool:
         """A state goes before all others from now on, unless somebody has used it. False while its blocks are held."""
         state = self._turns.get(key) or self._kept.get(key)
-        if state is None or (state.uses and not state.rung):
+        if state is None or (state.uses and not (state.rung or state.low)):
             return True
         if state.free:
             self._release(key)
@@ -193,18 +201,14 @@ class Retention:
             before = last.blocks[-1]  # all that stands before it holds nothing or was given up, too
         while (block := before.next_free_block) is not queue.fake_free_list_tail and self._is_idle(block, state.rung):
             before = block
-        for block in state.blocks:
-            block.prev_free_block, block.next_free_block = before, before.next_free_block
-            before.next_free_block.prev_free_block = block
-            before.next_free_block = before = block
-        queue.num_free_blocks += len(state.blocks)
+        put_behind(queue, before, state.blocks)
         self._released[key] = state
         self._released_last[state.rung] = key
         self._released_blocks.update((block.block_id, state) for block in state.blocks)
 
     def _is_idle(self, block: Any, rung: bool) -> bool:
         """Whether a free block holds nothing, or what was given up; for a `rung`, nothing or a rung."""
-        if block.block_hash is None:
+        if block.block_hash in (None, self.low.get(block.block_id)):
             return True
         state = self._released_blocks.get(block.block_id)
         return state is not None and state.cached and (state.rung or not rung)
@@ -231,3 +235,12 @@ class Retention:
         state = self._turns.pop(key, None) or self._kept.pop(key, None)
         if state is not None:
             self._num_blocks -= 0 if state.rung else len(state.blocks)
+
+
+def put_behind(queue: Any, before: Any, blocks: Iterable[Any]) -> None:
+    """Put blocks that stand nowhere into vLLM's list of free ones, behind one of it."""
+    for block in blocks:
+        block.prev_free_block, block.next_free_block = before, before.next_free_block
+        before.next_free_block.prev_free_block = block
+        before.next_free_block = before = block
+        queue.num_free_blocks += 1

@@ -82,10 +82,10 @@ def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
         state: RequestState = checkpoints.state_of(request)
         state.chunk_start = start
         if checkpoints.writes_in_forward:
-            if state.wish.left_to_vllm:
+            if state.wish.left_to_vllm and state.wish.is_kept:
                 tokens = _split(original, self, request, num_new_tokens, *found, inside_blocks=False)
             else:
-                if start < request.num_prompt_tokens:
+                if start < request.num_prompt_tokens and state.wish.is_kept:
                     checkpoints.expect_states(request, start)
                 tokens = run_to_the_budget(request, start, num_new_tokens, checkpoints.grid)
             return no_short_replay(request, start, tokens, checkpoints.verified)
@@ -218,6 +218,7 @@ def _count_drafts(scheduler: Any, output: Any, answers: Any) -> list[Any]:
 
 def _plan_writes(scheduler: Any, output: Any) -> dict[str, list[Write]]:
     requests = [scheduler.requests[name] for name in output.num_scheduled_tokens]
+    requests = [each for each in requests if scheduler.seamark.state_of(each).wish.is_kept]
     prompts = []
     for request in requests:
         end = request.num_computed_tokens  # vLLM has advanced it already

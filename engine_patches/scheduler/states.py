@@ -262,11 +262,12 @@ class States:
         return self.keys.pool.get_num_free_blocks() >= groups and self.retention.has_idle(groups)
 
     def reserve(
-        self, request: Any, position: int, turn: bool, *, spare: bool = False, rung: bool = False
+        self, request: Any, position: int, turn: bool, *, spare: bool = False, rung: bool = False, low: bool = False
     ) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
 
         `turn`: of one conversation; `spare`: it puts out nothing of use, and goes first, a `rung` before all others.
+        `low`: its request is of low priority.
         None: the cache has no room.
         """
         pool, groups = self.keys.pool, self.keys.recurrent
@@ -282,7 +283,7 @@ class States:
         for (group, block_size), block in zip(groups.items(), blocks, strict=True):
             # It has none; vLLM 0.31 requires the argument at a block's edge.
             pool.cache_partial_block(request, block, position, group, block_size, replace_existing_hashes=True)
-        self.retention.add(blocks[0].block_hash, blocks, turn, rung)
+        self.retention.add(blocks[0].block_hash, blocks, turn, rung, low)
         if spare:
             self._spare.append(blocks[0].block_hash)
         return blocks
@@ -309,11 +310,12 @@ class States:
             for position in positions:
                 self.store.offer(request, position, used)
 
-    def resumed(self, request: Any, position: int, passed: Sequence[int], *, shared: bool, loaded: bool) -> None:
-        """A request resumes at `position`, behind those `passed`; `shared`: with others; `loaded`: from elsewhere."""
+    def resumed(
+        self, request: Any, position: int, passed: Sequence[int], *, shared: bool, loaded: bool, low: bool = False
+    ) -> None:
+        """A request resumes at `position`, behind those `passed`; `shared`: with others; `loaded`: not to be stored."""
         key = self.keys.state_key(request, position)
-        self.retention.resumed(key, shared)
-        if self.retention.is_rung(key):
+        if self.retention.resumed(key, shared, low):
             self._spare.append(key)
         elif not loaded:
             self.offer(request, [position])

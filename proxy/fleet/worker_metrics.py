@@ -37,6 +37,7 @@ MOST_CAUSE = 200  # characters of a cause that is shown in lines of logs and pag
 _SIZE = re.compile(r"\d{1,15}", re.ASCII)
 
 # Where prefills that come over NIXL are checked.
+TOLD = "told"  # by a request, what it may keep of it
 NIXL, BEST_LANE = frozenset({"NixlConnector", "NixlPullConnector"}), "inside_pass"
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
@@ -60,6 +61,7 @@ class EngineInfo:
     ahead: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     connector: str = ""  # vLLM's names of its KV connectors, joined by "+"
     lane: str = ""  # how states are kept beside them
+    keep: str = ""  # `TOLD`: nothing of a request that says so is kept; else why it may be; empty: it does not tell
     refused: str = ""  # why it keeps no state for any hint; empty if hints count
     reports: str = ""  # HOST:PORT where its reports are read, empty if only by its middleware
     drafts: str = ""  # whether hints are in use beside its drafts: `worker.DRAFT_STATES`; empty: none

@@ -40,7 +40,7 @@ RECOMPUTED_WITH_KEY = RECOMPUTED | {b"authorization", b"x-api-key"}
 # Response headers that the gateway sets itself. A worker may be a gateway too; its headers must not travel on.
 OWN_RESPONSE = HOP_BY_HOP | frozenset(
     b"content-length x-request-id x-seamark-worker x-seamark-boundary x-seamark-predicted x-seamark-cached "
-    b"x-seamark-reason x-seamark-outcome x-seamark-cache x-seamark-overhead-ms x-session-token".split()
+    b"x-seamark-reason x-seamark-outcome x-seamark-cache x-seamark-keep x-seamark-overhead-ms x-session-token".split()
 )
 
 _NONE_SUCH = re.compile(rb"q=0(\.0*)?")  # weight of a content coding that is not accepted (RFC 9110, 12.4.2)

@@ -41,6 +41,8 @@ class KeyEntry(BaseModel):
     count: Literal["total", "prompt", "computed", "output"] = "total"  # which tokens are limited
     cached_weight: float | None = Field(None, ge=0, le=1)  # of a prompt's cached tokens; None: as `count` has it
     share: str | None = None  # keys that name the same group share cached prefixes
+    keep: Literal["no", "private"] | None = None  # what its clients may leave in caches, and none of them can lift
+    priority: Literal["low"] | None = None  # what they leave goes first
     admin: bool = False  # may read /seamark/* and /metrics, and change the worker's LoRA adapters
 
     @field_validator("sha256", mode="before")

@@ -22,6 +22,10 @@ PIN = "seamark_pin"
 # Also in `vllm_xargs`: GATEWAY,PROMPT,LEFT. Who sends the request, its tokens, and how many of them are to be computed.
 LOAD = "seamark_load"
 
+# Also in `vllm_xargs`. "no": nothing of the request may be found by others; "private": nor does it find anything;
+# "low", from the gateway alone: what it leaves goes first.
+KEEP = "seamark_keep"
+
 # Fields that say where to fetch whose cache from. A client must not set them.
 TRANSFERS = ("kv_transfer_params", "ec_transfer_params")
 

@@ -47,6 +47,7 @@ class Explanation(Struct, eq=False):
     reason: str | None = None  # None until the answer is complete, and if it is not known
     changed: dict[str, Any] | None = None  # where it differs from the nearest recent request
     rewrites: tuple[str, ...] = ()
+    keep: str | None = None  # "no" or "private" if nothing of it may be kept
     lost: dict[str, int] | None = None  # tokens by reason, in shadow mode; None until it is judged
     client: str | None = None  # name and version that the client gives itself, shortened
     missing: str | None = None  # what an answer 404 did not find: "model", "response" or "endpoint"

@@ -84,6 +84,11 @@ REASON_TEXT = {
         "not told where the shared part ends.",
         "Wait for a minute after a worker's start. If it stays so, `seamark doctor --worker URL` says what is missing.",
     ),
+    "not_kept": ReasonText(
+        "nothing may be kept",
+        "It, or its API key, asks that nothing of it be kept. It found nothing, and leaves nothing to be found.",
+        "Nothing: without `x-seamark-keep`, or `keep` in the keys file, it would share as others do.",
+    ),
     "hint_ignored": ReasonText(
         "worker kept nothing here",
         "The engine did not look for it (prompt logprobs, `echo` with `logprobs`), had no room for a state, keeps none "
@@ -148,6 +153,8 @@ def reason_for(
     `engine`: the engine's reason. `change` is where the request differs in the middle from the nearest recent one: it
     could have shared more.
     """
+    if expected.failure == "not_kept":
+        return "hit" if cached else "not_kept"
     near = min(NEAR_UNITS * expected.match_unit, NEAR_TOKENS)
     is_full = cached and cached > shareable - near and expected.failure in (None, "no_facts", "no_boundary")
     if not is_full and expected.failure not in (None, "no_facts"):

@@ -197,6 +197,8 @@ class Accounting(Part):
         model = exchange.model_label = self._model_label(exchange, status)
         name = worker.name if worker is not None else ""
         labels = model, name
+        if exchange.left_out_by:
+            metrics.not_kept[(exchange.left_out_by,)] += 1
         metrics.requests[model, name, head.endpoint, str(status)] += 1
         if head.key is not None:
             metrics.key_requests[(head.key.name,)] += 1
@@ -320,6 +322,7 @@ class Accounting(Part):
         """Write into it what is known by now, and nothing that holds a prompt's text."""
         prompt, outcome = exchange.prompt, exchange.outcome
         explanation.model, explanation.rewrites = exchange.model_label, prompt.rewrites
+        explanation.keep = exchange.keep or None
         for name, value in exchange.head.headers:
             if name == b"user-agent":
                 explanation.client = client_name(value)

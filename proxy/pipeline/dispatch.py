@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from proxy.boundaries.boundary import Found
+from proxy.boundaries.boundary import Entry, Found
 from proxy.chat.chat import GENERATE, number
 from proxy.chat.responses import StoredResponses
 from proxy.chat.usage import MAX_TOKENS
@@ -22,7 +22,15 @@ from proxy.fleet.worker import Slot, Worker
 from proxy.http.auth import ApiKey
 from proxy.http.token_limits import Charge
 from proxy.observability.reasons import Expectation
-from proxy.pipeline.exchange import SESSION_TOKEN, Exchange, affinity_key, choices_of, session_token, user_key
+from proxy.pipeline.exchange import (
+    SESSION_TOKEN,
+    Exchange,
+    Prompt,
+    affinity_key,
+    choices_of,
+    session_token,
+    user_key,
+)
 from proxy.pipeline.prompt_reader import TOKENS_PER_BYTE
 from proxy.routing.engine_events import EngineEvents
 from proxy.routing.policy import choose
@@ -252,9 +260,10 @@ class Dispatcher:
         if (earlier := exchange.expected) is not None:  # it is sent again, elsewhere: the first try counts for nothing
             sent, ever_sent, told = earlier.sent, earlier.ever_sent, earlier.held
         # In shadow mode a plugin that refuses hints is known, too.
-        without = "unpatched" if engine is None and not worker.refused else "hint_ignored"
+        failure = "unpatched" if engine is None and not worker.refused else "hint_ignored"
+        failure = "not_kept" if exchange.keep else failure
         expected = Expectation(
-            failure=found.failure if takes_hints else without,
+            failure=failure if exchange.keep or not takes_hints else found.failure,
             sent=sent,
             sent_here=sent is not None and boot in sent.held,
             ever_sent=ever_sent,
@@ -264,14 +273,16 @@ class Dispatcher:
             match_unit=engine.match_unit if engine is not None else 1,
             ahead=engine.ahead if engine is not None else 0,
         )
-        if takes_hints:
+        hint: tuple[Entry, ...] = ()
+        if exchange.keep:  # from here on, nobody knows of its prompt
+            exchange.prompt = Prompt(tokens=exchange.prompt.tokens, rewrites=exchange.prompt.rewrites)
+        elif takes_hints:
             hint = worker.hint(found)
             self._engine_events.sent(worker, exchange.engine_id, found.boundaries, hint)
             self._prefix_index.record(found.boundaries, boot, hint)
             if longest is not None and found.boundaries and not self._warmup.used_again(longest.key):
                 self._keep_for_warmup(exchange, found, worker, longest)
         else:  # vLLM keeps what it computes, and says nothing of it
-            hint = ()
             self._prefix_index.record(found.boundaries, boot)
         exchange.give(worker, expected, hint)
         return worker, here.tokens if here is not None else 0

@@ -19,10 +19,10 @@ from proxy.chat.reader import ENDPOINTS, HINTED
 from proxy.chat.through_chat import chat_of
 from proxy.chat.usage import Usage
 from proxy.errors import BadRequest, NotFound
-from proxy.fleet.worker import Slot, Worker
+from proxy.fleet.worker import Slot, Worker, fresh_salt
 from proxy.http import asgi
 from proxy.http.auth import ApiKey
-from proxy.http.json_body import HINT, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
+from proxy.http.json_body import HINT, KEEP, LOAD, NOTHING, PIN, TRANSFERS, XARGS, Memory, with_fields, with_xargs
 from proxy.http.known_bodies import KnownBody
 from proxy.http.token_limits import Charge
 from proxy.idle_work import Steps
@@ -41,6 +41,10 @@ CONTINUOUS = "continuous_usage_stats"  # in `stream_options`: usage in every eve
 
 # Milliseconds between a request's arrival and its answer's head, except for those in which it waited.
 OWN_TIME = b"x-seamark-overhead-ms"
+
+# In a request: `KEEP`'s values, of which the stricter one of it, of its body and of its API key counts.
+KEEP_HEADER = b"x-seamark-keep"
+STRICTER = ("", "no", "private")
 
 NOT_FROM_CLIENTS = frozenset({PIN, LOAD, *TRANSFERS})  # in `vllm_xargs`, beside the hint, which is replaced
 
@@ -82,6 +86,7 @@ class Body(Struct, eq=False):
     memory: Memory = NOTHING  # that `parsed` takes
     known: KnownBody | None = None  # what `raw` has in common with others
     strips_usage: bool = False  # the gateway asked for usage, the client did not
+    keep: str = ""  # that engines are told in `vllm_xargs`
     hint: tuple[Entry, ...] = ()  # as it was last sent
 
     def take(self, parsed: dict[str, Any], head: Head, asks_usage: bool) -> None:
@@ -110,6 +115,15 @@ class Body(Struct, eq=False):
                 self.put["stream_options"] = {**options, **unheeded, "include_usage": True}
                 self.strips_usage = True
 
+    def leave_nothing(self, head: Head, keep: str, salt: str) -> None:
+        """Settle that; `salt`: one of its own, for what cannot be told or is not to find anything."""
+        is_told = head.endpoint in HINTED and flag(self.parsed.get("use_beam_search")) is False  # which drops `XARGS`
+        self.keep = "no" if is_told else ""
+        if keep == "private" or not is_told:
+            self.parsed["cache_salt"] = self.put["cache_salt"] = salt
+        if head.endpoint == RESPONSES:
+            self.parsed["store"] = self.put["store"] = False
+
     def encoded(self, hint: tuple[Entry, ...], own: Mapping[str, Any] = NO_FIELDS, load: str = "") -> bytes:
         """The bytes to send, with this hint, and `load` as `LOAD`, none if it is empty.
 
@@ -119,9 +133,9 @@ class Body(Struct, eq=False):
         xargs = put[XARGS] if XARGS in put else self.parsed.get(XARGS)
         if xargs is not None and not isinstance(xargs, dict):  # the worker refuses such a request
             hint, load = (), ""
+        keep = self.keep if xargs is None or isinstance(xargs, dict) else ""
         told: dict[str, Any] = {HINT: hint} if hint or XARGS in put or (type(xargs) is dict and HINT in xargs) else {}
-        if load:
-            told[LOAD] = load
+        told |= {name: value for name, value in ((LOAD, load), (KEEP, keep)) if value}
         self.hint = hint
         if told and XARGS in self.parsed and XARGS not in put:
             raw = with_xargs(raw, xargs, told)
@@ -135,7 +149,7 @@ class Body(Struct, eq=False):
         body = {**self.parsed, **put, **own}
         xargs = body.get(XARGS) or {}
         if isinstance(xargs, dict):
-            told = {HINT: hint, LOAD: load}
+            told = {HINT: hint, LOAD: load, KEEP: self.keep}
             body[XARGS] = {**xargs, **{name: value for name, value in told.items() if value or name in xargs}}
         self.hint = hint
         return json.dumps(chat_of(body, merges=merges)).encode()
@@ -143,6 +157,7 @@ class Body(Struct, eq=False):
     def for_prefill(self, hint: tuple[Entry, ...], put: Mapping[str, Any], left_out: Collection[str]) -> bytes:
         """The bytes of a call about the same prompt that is not the client's: `put` and `left_out` are its own."""
         other = Body(self.raw, self.parsed, {**self.put, **put}, [*self.dropped, *left_out], self.names)
+        other.keep = self.keep
         for name in left_out:
             other.put.pop(name, None)
         return other.encoded(hint)
@@ -293,6 +308,9 @@ class Exchange(Struct, eq=False):
     engine_id: str  # `head.request_id`, or another name if a request of that name is under way
     is_named: bool = False  # by its client's X-Request-Id
     trace: RequestTrace | None = None  # None: nothing is traced
+    keep: str = ""  # of `STRICTER`: nothing of it may be kept, unless it is empty
+    salt: str = ""  # nobody else has it
+    left_out_by: str = ""  # what keeps it out of its worker's cache: "engine", told so, or a "salt"; `ResponseRelay`
     prompt: Prompt = field(default_factory=Prompt)
     timings: Timings = field(default_factory=Timings)
     # What it asks for, by `ask`.
@@ -322,7 +340,14 @@ class Exchange(Struct, eq=False):
         """Take in its body, parsed. Raises as `Body.take`."""
         self.body.parsed = parsed
         self.ask()
+        self.keep = stricter(self.keep, _keep_in(parsed), "vllm_xargs.seamark_keep")
         self.body.take(parsed, self.head, asks_usage)
+        key = self.head.key
+        if self.keep:
+            self.salt = self.salt or fresh_salt()
+            self.body.leave_nothing(self.head, self.keep, self.salt)
+        elif key is not None and key.entry.priority is not None and self.head.endpoint in HINTED:
+            self.body.keep = "low"
 
     def ask(self) -> None:
         """Work out what it asks for, from its path and from what is known of its body."""
@@ -351,6 +376,22 @@ class Exchange(Struct, eq=False):
         if self.worker is None:
             raise RuntimeError("The request has no worker yet.")
         return self.worker
+
+
+def stricter(keep: str, given: Any, where: str) -> str:
+    """The stricter of two. Raises `BadRequest` for one that is none, `given` as `where`."""
+    if given not in STRICTER:
+        raise BadRequest(f'{where} is "no" (nothing of it is kept) or "private" (nor does it find anything).', where)
+    return max(keep, str(given), key=STRICTER.index)
+
+
+def _keep_in(parsed: Mapping[str, Any]) -> Any:
+    """What a body says of it, as engines are told."""
+    params = parsed.get("sampling_params")
+    for told in (parsed.get(XARGS), params.get("extra_args") if isinstance(params, dict) else None):
+        if isinstance(told, dict) and KEEP in told:
+            return told[KEEP] if told[KEEP] != "low" else ""
+    return ""
 
 
 def id_header(name: str) -> tuple[bytes, bytes]:
@@ -424,6 +465,8 @@ def exchange_of(
     charge = Charge(key.limits) if key is not None and key.limits is not None else None
     reply = Reply(scope.get(asgi.SERVED), receive, _send=send or _nowhere, _timings=timings, charge=charge)
     exchange = Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
+    given = (asgi.header(scope, KEEP_HEADER) or "").strip().lower()
+    exchange.keep = stricter(key.entry.keep or "" if key is not None else "", given, KEEP_HEADER.decode())
     if endpoint == "other":
         exchange.ask()
     return exchange

@@ -17,9 +17,10 @@ from proxy.chat.chat import CHAT, MESSAGES, RESPONSES
 from proxy.chat.reader import HINTED
 from proxy.chat.through_chat import MessageStream, error_of, has_reminders, message_of
 from proxy.chat.usage import PassingUsage, Usage, usage_of
-from proxy.errors import GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
+from proxy.errors import BadRequest, GatewayError, NotServed, Overloaded, Stopping, WorkerFailed, WorkerSilent
 from proxy.fleet.pool import WorkerPool, no_worker
 from proxy.fleet.worker import Worker
+from proxy.fleet.worker_metrics import TOLD
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS, loads
@@ -29,6 +30,7 @@ from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.dispatch import TOO_LONG, Dispatcher
 from proxy.pipeline.exchange import (
     CLIENT_GONE,
+    KEEP_HEADER,
     SESSION_TOKEN,
     Exchange,
     RequestOutcome,
@@ -206,7 +208,9 @@ class ResponseRelay:
         if worker.engine is not None and head.endpoint in HINTED and slot is not None:
             load = f"{self._pool.gateway_id},{slot.prompt},{slot.prefill_tokens}"  # other gateways learn of it there
         own: dict[str, Any] = {}
-        if worker.changes_salt and (salt := worker.salt(body.parsed)) is not None:
+        if exchange.keep and body.parsed and _needs_salt(exchange, worker):
+            own["cache_salt"] = exchange.salt
+        elif worker.changes_salt and (salt := worker.salt(body.parsed)) is not None:
             own["cache_salt"] = salt
         if transfer is not None:
             own[TRANSFERS[0]] = transfer
@@ -369,6 +373,19 @@ class MessageAnswer(Answer):
         self._answer.close()
 
 
+def _needs_salt(exchange: Exchange, worker: Worker) -> bool:
+    """Whether, for nothing of a request to be found, it needs a salt of its own: its engine cannot be told.
+
+    Raises `BadRequest` for a worker where that is not enough.
+    """
+    told, where = worker.engine.keep if worker.engine is not None else "", KEEP_HEADER.decode()
+    if told not in ("", TOLD):
+        raise BadRequest(f"{where}: worker {worker.name} cannot promise that, since {told}.", where)
+    is_told = told == TOLD and exchange.body.keep != ""
+    exchange.left_out_by = "engine" if is_told else "salt"
+    return not is_told
+
+
 def _check_route(exchange: Exchange, response: Answer) -> None:
     """Raises `NotServed` if the answer says no more than that the worker's HTTP server has no such route."""
     worker, endpoint = exchange.at, exchange.head.endpoint
@@ -397,6 +414,8 @@ def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:
             headers.append((SESSION_TOKEN, session_token(exchange.worker)))
     if exchange.body.hint:
         headers.append((b"x-seamark-boundary", ";".join(map(str, exchange.body.hint)).encode()))
+    if exchange.keep:
+        headers.append((KEEP_HEADER, exchange.keep.encode()))
     if (expected := exchange.expected) is not None:
         headers.append((b"x-seamark-predicted", str(expected.found(expected.predicted)).encode()))
     return headers

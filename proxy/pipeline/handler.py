@@ -24,13 +24,13 @@ from proxy.http.asgi import BodyHold, BodyMemory
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.form_body import is_form, read_form, refuse_urlencoded
-from proxy.http.json_body import as_utf8
+from proxy.http.json_body import KEEP, as_utf8
 from proxy.http.known_bodies import KnownBodies
 from proxy.idle_work import IdleWork
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, exchange_of, id_header, target_of
+from proxy.pipeline.exchange import CLIENT_GONE, KEEP_HEADER, Exchange, Reply, exchange_of, id_header, target_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
@@ -51,6 +51,11 @@ MOST_PREFLIGHTS, PREFLIGHT_SECONDS, PREFLIGHT_BYTES = 32, 5.0, 2**16  # at once;
 
 # What a worker answers to a preflight request of every site if it lets all of them in, as vLLM does by default.
 ANY_SITE = (b"access-control-allow-origin", b"*")
+
+CANNOT_BE_TOLD = (
+    "Nothing of the request is to be kept (x-seamark-keep, or keep in the keys file), and its API has no field to say "
+    "so: use /v1/chat/completions, /v1/responses, /v1/messages, /v1/completions or /v1/embeddings."
+)
 
 # From a request that has been read to the last byte of its answer. Raises `GatewayError` for what a client is to be
 # told before its answer begins.
@@ -83,6 +88,9 @@ class BodyReader:
             raise errors.UnreadableCoding(text)
         hinted = head.endpoint in HINTED
         if not hinted:
+            cannot_be_told = is_form(head.headers) or not _OBJECT.match(body.raw) or head.path in auth.UNSALTED
+            if exchange.keep and body.raw.strip() and cannot_be_told:
+                raise errors.BadRequest(CANNOT_BE_TOLD, KEEP_HEADER.decode())
             if is_form(head.headers):
                 exchange.model = await self._idle.finish(read_form(head.headers, body.raw))
                 return None
@@ -94,10 +102,12 @@ class BodyReader:
             await self.turn()
         try:
             raw = as_utf8(body.raw)
-            read = self._known.read(raw, head.owner, is_chat=hinted)
+            may_know = hinted and not exchange.keep and KEEP.encode() not in raw
+            read = self._known.read(raw, head.owner, is_chat=may_know)
         except errors.BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
-            if hinted or isinstance(error, errors.TooComplex) or (head.key is not None and head.is_json):
+            must_be_read = exchange.keep or (head.key is not None and head.is_json)
+            if hinted or isinstance(error, errors.TooComplex) or must_be_read:
                 raise
             return None
         body.raw, body.memory, body.known = raw, read.memory, read.known

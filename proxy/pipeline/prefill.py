@@ -22,6 +22,7 @@ from proxy.chat.chat import COMPLETIONS
 from proxy.chat.reader import HINTED
 from proxy.fleet.pool import WorkerPool
 from proxy.fleet.worker import Slot, Worker
+from proxy.fleet.worker_metrics import TOLD
 from proxy.http import asgi
 from proxy.http.client import Answer, Broken, Stale, Unreachable, Upstream
 from proxy.http.json_body import TRANSFERS
@@ -186,6 +187,8 @@ def _is_suitable(exchange: Exchange, decoder: Worker) -> bool:
         return False
     if decoder.engine is None or not decoder.engine.loads_prefills or not decoder.takes_hints:
         return False
+    if exchange.keep and decoder.engine.keep != TOLD:
+        return False
     if decoder.salt(body) is not None or body.get("n") not in (None, 1) or any(map(body.get, _ALONE)):
         return False
     prompt = body.get("prompt")
@@ -198,4 +201,4 @@ def _hand_over(worker: Worker, decoder: Worker) -> bool:
     mine, other = worker.engine, decoder.engine
     if mine is None or other is None or not mine.loads_prefills:
         return False
-    return (mine.match_unit, mine.version) == (other.match_unit, other.version)
+    return (mine.match_unit, mine.version, mine.keep) == (other.match_unit, other.version, other.keep)

@@ -100,8 +100,9 @@ class PromptReader:
     def _bounded(self, exchange: Exchange, chat: Chat | None, rate: float, workers: Sequence[Worker]) -> Prompt:
         size = len(exchange.body.raw)
         serving = [worker for worker in workers if worker.engine is not None]
+        may_learn = not exchange.keep
         if not serving and len(workers) > 1:  # what is recorded of it keeps a conversation where its prefix is
-            found = self._finder.find(chat, None, b"", size, rate, by_texts=True)
+            found = self._finder.find(chat, None, b"", size, rate, by_texts=may_learn)
             return Prompt(found=replace(found, failure="unpatched"))
         if not serving:
             return Prompt(found=Found(failure="unpatched"))
@@ -111,10 +112,11 @@ class PromptReader:
         facts = template_of = None
         if chat is not None and renderer_id and not chat.is_bare:
             facts, template_of = self._facts.facts(renderer_id, setting_of(chat.body)), worker
-        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=len(serving) > 1)
+        found = self._finder.find(chat, facts, renderer_id, size, rate, by_texts=may_learn and len(serving) > 1)
         if (known := exchange.body.known) is not None and found.layout is not None:
             known.keys = found.layout.keys.of(known.messages)
-        remembered = self._remember(chat, found, exchange.body.memory.size, exchange.head.owner)
+        memory, owner = exchange.body.memory.size, exchange.head.owner
+        remembered = self._remember(chat, found, memory, owner) if may_learn else None
         return Prompt(found=found, remembered=remembered, facts=facts, template_of=template_of)
 
     def _rate(self, model: Any) -> float:

@@ -80,7 +80,7 @@ class ResponseCache(Part):
         told = cacheable.directives_in(head.headers)
         allowed = cacheable.is_allowed(head.headers, exchange.model, self._models)
         allowed = allowed and has_fixed_weights(exchange.model, self._pool.workers)
-        if told.no_store or not allowed or not cacheable.is_repeatable(exchange):
+        if told.no_store or exchange.keep or not allowed or not cacheable.is_repeatable(exchange):
             self._count("bypass").inc()
             exchange.send = partial(_send_marked, exchange.send, b"bypass")
             await self._relay(exchange)

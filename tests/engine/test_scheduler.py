@@ -76,8 +76,10 @@ def test_every_key_leads_to_what_it_promises(model: Path, cores):
         assert found["errors"] == [] and found["refused"] is None
         assert found["hit_tokens"] > 300 and (found["ended_late"] > 0) == core.get("overlap", False)
         assert (found["announced"] > 50) == ("kv_events" in core)
-        # Where rows are dealt out, a few that can be resumed are missing: at a recurrent block's edge without a key.
-        assert found["missing"] <= found["announced"] / 10 * ("context_ranks" in core)
+        # Where rows are dealt out, a few that can be resumed are missing: at a recurrent block's edge without a key. So
+        # they are where chunks are cut for states, once others have computed anew what was evicted before them.
+        may_miss = "context_ranks" in core or "writes_in_forward" in core
+        assert found["missing"] <= found["announced"] / 10 * may_miss
 
 
 def test_with_many_groups_and_little_room_every_key_leads_to_what_it_promises(model: Path):

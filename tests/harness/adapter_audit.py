@@ -109,7 +109,7 @@ class AdapterWorker(Worker):
         scheduler = self.core.scheduler
         scheduler.lora_config = SimpleNamespace(max_loras=self._room)  # in a step; vLLM has room for no fewer
         self.engine: Any = object.__new__(EngineCore)
-        self.engine.scheduler = scheduler
+        self.engine.scheduler, self.engine.vllm_config = scheduler, scheduler.vllm_config
         self.engine.model_executor = SimpleNamespace(
             add_lora=self.adapters.add_adapter, list_loras=self.adapters.list_adapters
         )
@@ -176,19 +176,21 @@ class AdapterCore(Core):
     """Requests reach it by vLLM's engine core, some with an adapter. Their hashes are made a while before they come."""
 
     def request(
-        self, name: str, tokens: Any, hint: Any = None, max_tokens: int = 1, salt: str | None = None, **_: Any
+        self, name: str, tokens: Any, hint: Any = None, max_tokens: int = 1, salt: str | None = None, **more: Any
     ) -> Any:
         """With an adapter or with none."""
         worker: Any = self.worker
-        parameters = SamplingParams(
-            max_tokens=max_tokens, ignore_eos=True, extra_args={"seamark_boundaries": hint} if hint else None
-        )
+        extra = more["extra"] | ({"seamark_boundaries": hint} if hint else {})
+        parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
+        if "seamark_keep" in extra and extra["seamark_keep"] != "low":
+            self.unkept.add(name)
         parameters.update_from_generation_config({}, None)
         lora = worker._draw.choice([*worker.known.values(), None])
         asked = EngineCoreRequest(name, list(tokens), None, parameters, None, 0.0, lora, salt, None)
         worker.tokens[name] = list(tokens)
         worker.sent.append(worker.engine.preprocess_add_request(asked))
-        return worker.sent[-1][0]
+        self.ever[name] = worker.sent[-1][0]
+        return self.ever[name]
 
     @property
     def waiting(self) -> int:

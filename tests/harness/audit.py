@@ -41,6 +41,10 @@ def random_entry(draw: random.Random, tokens: Sequence[int], position: int) -> o
     return draw.choice((position, position - len(tokens), *occurrences, "last:1000", "elsewhere"))
 
 
+# What is of low priority may go before what follows it: that is found again, unannounced, once the former is computed.
+KEEPS: Sequence[dict[str, str]] = [*[{}] * 5, {"seamark_keep": "no"}, {"seamark_keep": "low"}]
+
+
 def random_traffic(
     core: Core, seed: int, chats: int, outputs: Sequence[int] = (1, 3, 20), longest_turn: int = 0
 ) -> None:
@@ -49,7 +53,7 @@ def random_traffic(
     `outputs`: numbers of tokens that may be generated. `longest_turn`: chats may go on from an earlier one with its
     answer, if both have at most so many tokens.
     """
-    draw, draw_entry, draw_end = random.Random(seed), random.Random(seed), random.Random(seed)
+    draw, draw_entry, draw_end, draw_kept = (random.Random(seed) for _ in range(4))
     lengths = (20, 33, 64, 70, 100, 130, 163, 250, 300, 400)
     heads = [[draw.randrange(1000) for _ in range(draw.choice(lengths))] for _ in range(4)]
     begun: list[Request] = []
@@ -78,6 +82,7 @@ def random_traffic(
                 salt=draw.choice((None, None, "salt")),
                 priority=draw.randrange(3),
                 stop=draw_end.random() < 0.5,
+                extra=draw_kept.choice(KEEPS if core.index is None else KEEPS[:-1]),
             )
         )
         while core.waiting > 3:
@@ -114,6 +119,7 @@ def audit(scenes: Iterator[Scene], options: dict[str, Any]) -> dict[str, Any]:
             core.worker.close()
             errors += [f"{scene.name}: {error}" for error in core.errors[:3]]
             core.counts["hit_tokens"] += sum(hit for name, hit in core.hits.items() if name not in core.worker.loaded)
+            core.counts["unkept_hits"] += sum(core.hits.get(name, 0) > 0 for name in core.unkept)
             core.counts["written"] += sum(map(len, core.written.values()))
             counts.update(core.counts if scene.counted else {})
             plugin = core.plugin

@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -54,7 +54,8 @@ from tests.harness.modelled_worker import BLOCK, UNIT, Worker, prefixes
 ATTENTION = 1  # its first cache group; 0 and 2 are recurrent
 
 # What each audit counts, so that one that does nothing is seen; a worker's model counts more.
-COUNTED = ("hit_tokens", "written", "evicted", "announced", "withdrawn", "missing", "resets", "ended_late")
+KV_EVENTS = ("announced", "withdrawn", "missing")
+COUNTED = ("unkept", "unkept_hits", "hit_tokens", "written", "evicted", *KV_EVENTS, "resets", "ended_late")
 
 WEIGHTS = Weights("loaded", "", "whole", "sampled")
 
@@ -194,6 +195,8 @@ class Core:
         if kv_events:
             self.scheduler.kv_event_publisher = self
         self._meant: dict[bytes, tuple[int, int]] = {}  # block hash -> prefix, its length
+        self.unkept: set[str] = set()  # requests of which nothing may be found
+        self._kept: set[bytes] = set()  # block hashes of all others
         self._recorded: Counter[str] = Counter()  # hashes of each request whose meaning is known
         self._planned: deque[Any] = deque()  # steps that are not computed
         self._computed: deque[tuple[Any, dict[str, list[int]]]] = deque()  # those that the scheduler does not know yet
@@ -229,6 +232,8 @@ class Core:
         )
         if trial is not None:
             setattr(request, OWN, trial)
+        if extra.get("seamark_keep") in ("no", "private"):
+            self.unkept.add(name)
         self.worker.tokens[name] = list(tokens)
         self.ever[name] = request
         self._record_meanings()
@@ -279,6 +284,7 @@ class Core:
             self._computed.append((planned, self.worker.compute(planned)))
         if not self._planned:
             self._check_keys()
+            self._check_unkept()
         self.worker.computed()
         while len(self._computed) > (0 if self.worker.late else behind):
             self._report(*self._computed.popleft())
@@ -341,6 +347,8 @@ class Core:
         return min([found, *(lengths[group.group_ids[0]] for group in groups if not group.use_eagle)])
 
     def _record_meanings(self) -> None:
+        kept = (each for name, each in self.ever.items() if name not in self.unkept)
+        self._kept.update(*(each.block_hashes for each in kept if self.unkept or not each.is_finished()))
         if not self.worker.judges_keys:
             return
         for name, request in self.ever.items():  # a last step is cached under hashes of a request that is gone by then
@@ -415,6 +423,25 @@ class Core:
             for block in blocks:
                 if self.worker.contents.get(block.block_id, {}).get(slot) != wanted:
                     self.errors.append(f"key of {length} tokens in group {group} leads to a wrong block")
+
+    def _check_unkept(self) -> None:
+        """Nothing of a request that is not kept is cached, stored, learnt or waited for, unless another one has it."""
+        if not self.unkept:
+            return
+        checkpoints = self.scheduler.seamark
+        places: dict[str, Iterable[bytes]] = {
+            "cached": map(get_block_hash, self.pool.cached_block_hash_to_block._cache),
+            "seen": checkpoints.seen._hashes,
+            "missed": checkpoints.outcomes._misses,
+            "parted": checkpoints.expected_junctions._parted,
+            "a turn's end": [*checkpoints.turn_value._ends, *checkpoints.turn_value._judged],
+            "expected": checkpoints.gate._expected if checkpoints.gate is not None else (),
+            "stored": [key[:-4] for key in getattr(self.worker, "written", ())],
+        }
+        for place, hashes in places.items():
+            left = sum(bytes(each) not in self._kept for each in hashes)
+            self.errors += [f"{left} prefixes of what is not kept are {place}"] * bool(left)
+        self.counts["unkept"] = len(self.unkept)
 
     def _report(self, output: Any, sampled: dict[str, list[int]]) -> None:
         output.seamark_planned_at = float("inf")  # what a stand-in's steps take teaches nothing

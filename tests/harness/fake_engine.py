@@ -36,14 +36,17 @@ def engine_info(
     refused: str = "",
     reports: str = "",
     drafts: str = "",
+    keep: str = "",
 ) -> str:
     """The line of `/metrics` by which a gateway knows the plugin; `ahead` as beside a draft head, in tokens.
 
     `connector`: vLLM's name of a KV connector beside which states are written inside a pass. `refused`: why no hint
-    counts. `reports`: HOST:PORT where they are read. `drafts`: the gate of hints beside them.
+    counts. `reports`: HOST:PORT where they are read. `drafts`: the gate of hints beside them. `keep`: whether it can be
+    told what of a request it may keep.
     """
     beside = {"ahead": ahead or "", "connector": connector, "lane": "inside_pass" if connector else ""}
-    beside |= {"refused": refused, "drafts": drafts, "block_size": "384", "match_unit": MATCH_UNIT, "version": of}
+    beside |= {"refused": refused, "drafts": drafts, "keep": keep}
+    beside |= {"block_size": "384", "match_unit": MATCH_UNIT, "version": of}
     labels = "".join(f'{name}="{value}",' for name, value in beside.items() if value)
     return f'seamark_engine_info{{{labels}reports="{reports}",vllm="0.32.0"}} 1.0\n'
 

@@ -144,6 +144,7 @@ class RecordingWorker:
     ahead: int = 0  # tokens past a state that a prompt has to share to find it
     connector: str = ""  # vLLM's name of its KV connector
     refused: str = ""  # why no hint counts
+    keep: str = ""  # whether it can be told what of a request it may keep
     reports: str = ""  # HOST:PORT where its plugin says that they are read
     sources: dict[str, Any] | None = None  # publishers of KV events, by rank, that it lists; None: it has no such route
     lacks: tuple[str, ...] = ()  # routes that its HTTP server does not serve, as vLLM's in Rust
@@ -233,7 +234,7 @@ class RecordingWorker:
         if path in ("/metrics", "/seamark/metrics"):
             state, why, _ = self.drafts
             refused = f"drafts: {why}" if state == "closed" else self.refused
-            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, state)
+            info = engine_info(self.version, self.ahead, self.connector, refused, self.reports, state, self.keep)
             started = f"process_start_time_seconds {self.boot}\n" if self.boot else ""
             return started + (info if self.patched else "") + sleep_state(*self.sleeps) + self.more_metrics, 200
         if path == "/v1/models" and request.method == "GET":

@@ -137,7 +137,7 @@ class DecodingCore(Core):
             return super().request(name, tokens, hint, max_tokens, salt, *given, **more)
         self._sent[name] = list(tokens), hint, max_tokens, salt, more
         transfer = PREFILL | ({STOPS: True} if self._draw.random() < STOPPING_SHARE else {})
-        return self.prefilling.request(name, tokens, hint, 1, salt, transfer=transfer)
+        return self.prefilling.request(name, tokens, hint, 1, salt, transfer=transfer, extra=more.get("extra", {}))
 
     @property
     def waiting(self) -> int:

@@ -56,6 +56,20 @@ def test_cold_then_hit_and_another_salt(servers: SharedServers, new):
     assert told["reason"] == "salt" and told["delivered"] == 0
 
 
+def test_what_may_not_be_kept_is_not_found_by_the_next_and_finds_what_others_left(servers: SharedServers, new):
+    def asked(keep: str = "") -> tuple[str, str]:
+        xargs = {"vllm_xargs": {"seamark_keep": keep}} if keep else {}
+        answer = ask(servers.gateway, new, "High tide?", max_tokens=16, temperature=0, **xargs)
+        answers.add(answer.json()["choices"][0]["message"]["content"])
+        return answer.headers["x-seamark-cached"], answer.headers["x-seamark-reason"]
+
+    answers: set[str] = set()
+    assert [asked("no"), asked("private"), asked("no")] == [("0", "not_kept")] * 3
+    assert asked()[0] == "0"
+    assert asked() == asked("no") != ("0", "hit") and asked("private") == ("0", "not_kept")
+    assert len(answers) == 1
+
+
 def test_what_the_engine_says_of_a_streamed_response_is_known(servers: SharedServers, new):
     body = {"model": MODEL_NAME, "instructions": new, "max_output_tokens": 16, "stream": True}
     for question, reasons in (("High tide?", {"cold", "prefix_changed"}), ("And low?", {"hit"})):  # by what came before

@@ -182,7 +182,8 @@ DOCUMENTS = (
     *(ROOT / folder / "HOW.md" for folder in ("proxy", "engine_patches")),
 )
 
-NO_METRICS = {"seamark_boundaries", "seamark_pin", "seamark_load", "seamark_stops"}  # begin alike: fields of requests
+# Begin alike: fields of requests.
+NO_METRICS = {"seamark_boundaries", "seamark_pin", "seamark_load", "seamark_stops", "seamark_keep"}
 
 
 NAMES = {family.name for family in GATEWAY | ENGINE}

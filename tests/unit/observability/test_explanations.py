@@ -103,6 +103,8 @@ RESTARTED = {"sent": None, "sent_here": False, "held": 0, "predicted": 0}
         (expect(failure="hint_ignored"), {"cached": 400}, None, "hint_ignored"),
         (expect(failure="no_boundary"), {"cached": 0}, None, "no_boundary"),
         (expect(failure="no_facts"), {"cached": 0}, None, "no_facts"),
+        (expect(failure="not_kept"), {"cached": 0}, None, "not_kept"),
+        (expect(failure="not_kept"), {"cached": 160}, None, "hit"),
     ],
 )
 def test_the_reason_is_what_cost_most(expected, delivered, change, reason):
