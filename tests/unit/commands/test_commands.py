@@ -27,7 +27,6 @@ from proxy import cli
 from proxy import version as own_version
 from proxy.bench.harness import servers
 from proxy.bench.harness.servers import free_port
-from proxy.bench.menu import BENCHMARKS
 from proxy.cli import COMMANDS
 from proxy.commands import key, serve
 from proxy.server import process_limits, uvicorn_server
@@ -169,7 +168,8 @@ WRONG = {
     "boundary": {"--work": "--worker", "--workers": "--worker"},
     "setup": {"--sorce": "--source or --force"},
     "key": {"--max-in": "--max-inflight"},
-    **{f"bench {name}": {"--jsn": "--json"} for name in BENCHMARKS if name not in ("grid", "agents")},
+    "bench mine": {"--jsn": "--json"},
+    "bench replay": {"--sped": "--speed"},
     "bench demo": {"--keeps": "--keep"},
 }
 
