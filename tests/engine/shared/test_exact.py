@@ -168,7 +168,7 @@ async def test_hints_of_several_positions_are_all_kept(client, servers, unit):
     for shared, hinted in ((110, 100), (500, 400), (720, 700)):
         other = [*prompt[:shared], *reversed(prompt[:60])]
         answer = await complete(client, servers.seamark, other, None)
-        assert answer.cached_tokens == floored(hinted, unit)
+        assert floored(hinted, unit) <= answer.cached_tokens <= floored(shared, unit)  # there may be a rung between
         check_exact(answer, await complete(client, servers.reference, other, None))
 
 
