@@ -24,7 +24,7 @@ MIN_SHARED = 128  # tokens of two prompts before the engine by itself keeps a st
 TURN_REACH = 64
 
 # So many steps of the alignment apart, two states are too near each other. So many match units behind a turn's state
-# are the template's words, and a hint so few behind a shared prefix means its end.
+# are the template's words.
 NEAR = 2
 
 # Kinds of targets. A learned one is where the prompt leaves an earlier prompt of this engine, an expected one where a
@@ -185,7 +185,7 @@ class Planner:
         unit = self.grid.unit
         position = self.grid.deliverable(shared, prompt_tokens)
         shared = min(shared, (prompt_tokens - 1) // unit * unit)  # the same prompt again can use no more
-        hinted_there = any(shared <= entry < shared + NEAR * unit for entry in resolved)
+        hinted_there = any(shared <= entry and self.grid.usable(entry) <= position for entry in resolved)
         return 0 if hinted_there or position in hinted or not self.is_worth_learning(shared) else position
 
     def targets(self, wish: Wish, request: Any, prompt_tokens: int = 0) -> list[CheckpointTarget]:

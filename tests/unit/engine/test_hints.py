@@ -291,8 +291,8 @@ def test_all_that_is_known_of_a_request_becomes_its_wish():
     [
         (Grid(16, 16), 0, 1000, 128, 128),
         (Grid(16, 256), 0, 1000, 240, 0),  # and of a step of the grid
-        *((Grid(16, 16), entry, 1000, 320, 0) for entry in (320, 351)),  # a hint a little behind it means it
-        *((Grid(16, 16), entry, 1000, 320, 320) for entry in (319, 352)),
+        *((Grid(16, 16), entry, 1000, 320, 0) for entry in (320, 335)),  # a hint means it
+        *((Grid(16, 16), entry, 1000, 320, 320) for entry in (319, 336)),  # who leaves there cannot use its state
         (Grid(16, 16), 310, 321, 320, 320),
         (Grid(16, 16), 310, 320, 320, 0),  # hinted where the same prompt can be resumed
         (Grid(16, 16, ahead=1), 320, 1000, 320, 0),
