@@ -138,6 +138,8 @@ class Checkpoints:
             wanted.append(CheckpointTarget(edge, planner.SPARE))
             positions.append(edge)
         rungs = 0 if is_own(request) else self.ladder.rungs(tokens - state.resumed_at, self.step_time)
+        if self.states is not None and not self.states.has_idle_for(rungs):
+            rungs = min(rungs, planner.FEW_RUNGS)
         places = self.planner.ladder(self.grid.floor(resumable), positions, felt, rungs)
         return wanted + [CheckpointTarget(place, planner.RUNG) for place in places if start < place <= end]
 
@@ -177,7 +179,8 @@ class Checkpoints:
         wish, before = state.wish, state.wish.goes_on_from
         own = before is not None and target.position > before.start
         turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
-        spare, rung = self.planner.is_spare(wish, target), target.kind == planner.RUNG
+        spare = self.planner.is_spare(wish, target)
+        rung = target.kind == planner.RUNG or (target.kind == planner.SPARE and not self.states.has_idle)
         blocks = self.states.reserve(request, target.position, turn, spare=spare, rung=rung, low=wish.is_low)
         if blocks is not None:
             self.state_written(request, blocks[0].block_hash, target.kind)

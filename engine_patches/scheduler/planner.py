@@ -37,6 +37,8 @@ EDGE, JUNCTION, SPARE, RUNG = "edge", "junction", "spare", "rung"
 # or find room, these come first. No two states of a ladder are nearer to each other than `CLOSEST`.
 RUNGS, CLOSEST = (128, 512, 2048, 64, 256, 1024, 0), 64
 
+FEW_RUNGS = 3  # of one prompt, if they have to put something out
+
 
 @dataclass(frozen=True)
 class Grid:

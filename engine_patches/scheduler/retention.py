@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any
 
 # All states are looked through for what vLLM has evicted once one part in so many of them has been added: so the look
 # costs each state that is added the same, however many there are.
 PRUNE_SHARE = 8
+
+# The part of the cache's blocks that the latest rungs hold. For these they may take the oldest blocks in which no state
+# lies that was asked for: a cache that has filled once has none that hold nothing, and vLLM alone would use such a one.
+RUNG_SHARE, OLDEST = 1 / 16, 64
 
 
 @dataclass
@@ -52,22 +57,31 @@ class Retention:
         # By the key of the first recurrent group: the turns that go first, and all others.
         self._turns: OrderedDict[bytes, KeptState] = OrderedDict()
         self._kept: OrderedDict[bytes, KeptState] = OrderedDict()
-        self._num_blocks = 0
+        self._rungs: OrderedDict[bytes, KeptState] = OrderedDict()
+        self._rung_limit = int(RUNG_SHARE * pool.num_gpu_blocks)  # blocks
+        self._num_blocks = {True: 0, False: 0}  # by whether rungs lie in them
         self._added = 0  # states, since the last pruning
         self._released: dict[bytes, KeptState] = {}  # given up for the share, and perhaps still cached
-        self._released_blocks: dict[int, KeptState] = {}  # by id
+        self._in_block: dict[int, KeptState] = {}  # all of these states, by the ids of their blocks
         self._released_last: dict[bool, bytes] = {}  # by whether it is a rung: these go before all others
         self.low: Mapping[int, bytes] = {}  # blocks that requests of low priority left, by id: their keys
         self._windows: dict[bytes, list[tuple[Any, bytes]]] = {}  # of a draft head, by state: blocks with their keys
 
     def __len__(self) -> int:
-        return len(self._turns) + len(self._kept)
+        return sum(map(len, self._all))
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._turns or key in self._kept
+        return self._get(key) is not None
+
+    @property
+    def _all(self) -> tuple[OrderedDict[bytes, KeptState], ...]:
+        return self._turns, self._kept, self._rungs
+
+    def _get(self, key: bytes) -> KeptState | None:
+        return self._turns.get(key) or self._kept.get(key) or self._rungs.get(key)
 
     def is_rung(self, key: bytes) -> bool:
-        state = self._turns.get(key) or self._kept.get(key) or self._released.get(key)
+        state = self._get(key) or self._released.get(key)
         return state is not None and state.rung
 
     def add(self, key: bytes, blocks: Sequence[Any], turn: bool, rung: bool = False, low: bool = False) -> None:
@@ -114,7 +128,7 @@ class Retention:
         for key in keys:
             state = self._find(key)
             if state is not None:
-                (self._turns if key in self._turns else self._kept).move_to_end(key)
+                next(states for states in self._all if key in states).move_to_end(key)
                 rows = [block for block, name in self._windows.get(key, ()) if cached.contain(name, block.block_id)]
                 for block in (*state.blocks, *rows):
                     if block.ref_cnt == 0 and not block.is_null:
@@ -130,9 +144,9 @@ class Retention:
         """Release states until `num_blocks` more fit into the share. False if even that does not help."""
         if num_blocks > self._limit:
             return False
-        if self._num_blocks + num_blocks > self._limit and self._added * PRUNE_SHARE >= len(self):
+        if self._num_blocks[False] + num_blocks > self._limit and self._added * PRUNE_SHARE >= len(self):
             self.prune()
-        while self._num_blocks + num_blocks > self._limit:
+        while self._num_blocks[False] + num_blocks > self._limit:
             states = itertools.chain(self._turns.items(), self._kept.items())
             victim = next((key for key, state in states if state.free), None)
             if victim is not None:
@@ -148,19 +162,50 @@ class Retention:
 
         For a `rung`, whether they hold at most rungs, none of which counts for the share.
         """
-        if not rung and self._num_blocks + num_blocks > self._limit:
+        if not rung and self._num_blocks[False] + num_blocks > self._limit:
             return False
+        return all(self._is_idle(block, rung) for block in self._next(num_blocks))
+
+    def _next(self, num_blocks: int) -> Iterator[Any]:
+        """The blocks that are taken next; at least so many are free."""
         block = self._pool.free_block_queue.fake_free_list_head
         for _ in range(num_blocks):
             block = block.next_free_block
-            if not self._is_idle(block, rung):
-                return False
+            yield block
+
+    def make_room_for_rung(self, num_blocks: int, low: bool) -> bool:
+        """Whether the blocks that are taken next may hold a rung.
+
+        They hold at most older ones, or no state that was asked for, if their share has room and priority is not `low`.
+        """
+        if self.has_idle(num_blocks, rung=True):
+            return True
+        if low or not self.trim_rungs(num_blocks):
+            return False
+        queue, oldest = self._pool.free_block_queue, self._next(min(OLDEST, self._pool.get_num_free_blocks()))
+        found = list(itertools.islice(filterfalse(self._is_asked_for, oldest), num_blocks))
+        if len(found) < num_blocks:
+            return False
+        for block in found:
+            queue.remove(block)
+        put_behind(queue, queue.fake_free_list_head, found)
         return True
+
+    def trim_rungs(self, num_blocks: int = 0) -> bool:
+        """Give the oldest rungs up until `num_blocks` more fit into their share, if that helps.
+
+        They go before all other states then.
+        """
+        room = self._rung_limit - num_blocks
+        for key in list(self._rungs) if self._num_blocks[True] > room else ():
+            if self._num_blocks[True] > room and self._rungs[key].free:
+                self._release(key)
+        return self._num_blocks[True] <= room
 
     def give_up(self, key: bytes) -> bool:
         """A state goes before all others from now on, unless somebody has used it. False while its blocks are held."""
-        state = self._turns.get(key) or self._kept.get(key)
-        if state is None or (state.uses and not (state.rung or state.low)):
+        state = self._get(key)
+        if state is None or (not state.low and (state.rung or state.uses)):
             return True
         if state.free:
             self._release(key)
@@ -168,29 +213,29 @@ class Retention:
 
     def prune(self) -> None:
         self._added = 0
-        for states in (self._turns, self._kept):
+        for states in self._all:
             for key in [key for key, state in states.items() if not state.cached]:
                 self._forget(key)
         self._released = {key: state for key, state in self._released.items() if state.cached}
-        self._released_blocks = {each.block_id: state for state in self._released.values() for each in state.blocks}
+        self._in_block = {number: state for number, state in self._in_block.items() if state.cached}
         self._windows = {key: blocks for key, blocks in self._windows.items() if key in self or key in self._released}
 
     def clear(self) -> None:
-        self._turns.clear()
-        self._kept.clear()
+        for states in self._all:
+            states.clear()
         self._released.clear()
-        self._released_blocks.clear()
+        self._in_block.clear()
         self._windows.clear()
-        self._num_blocks = 0
+        self._num_blocks = {True: 0, False: 0}
 
     def _release(self, key: bytes) -> None:
         """Give a state's blocks up, behind those at the front of the free list that hold nothing or were given up.
 
         A rung's go behind those that hold nothing, or a rung.
         """
-        state = self._turns.get(key) or self._kept[key]
+        state = self._get(key)
         self._forget(key)
-        if not state.cached:
+        if state is None or not state.cached:
             return  # vLLM has evicted it since the last pruning
         queue = self._pool.free_block_queue
         for block in state.blocks:
@@ -204,18 +249,25 @@ class Retention:
         put_behind(queue, before, state.blocks)
         self._released[key] = state
         self._released_last[state.rung] = key
-        self._released_blocks.update((block.block_id, state) for block in state.blocks)
+        self._in_block.update((block.block_id, state) for block in state.blocks)
 
     def _is_idle(self, block: Any, rung: bool) -> bool:
         """Whether a free block holds nothing, or what was given up; for a `rung`, nothing or a rung."""
         if block.block_hash in (None, self.low.get(block.block_id)):
             return True
-        state = self._released_blocks.get(block.block_id)
-        return state is not None and state.cached and (state.rung or not rung)
+        state = self._in_block.get(block.block_id)
+        if state is None or not state.cached or state.keys[0] not in self._released:
+            return False
+        return state.rung or not rung
+
+    def _is_asked_for(self, block: Any) -> bool:
+        """Whether a state lies in a block that is neither a rung nor was given up."""
+        state = self._in_block.get(block.block_id)
+        return state is not None and state.cached and not state.rung and state.keys[0] not in self._released
 
     def _find(self, key: bytes) -> KeptState | None:
         """The state under `key`, taken back if it was given up; None if there is none or it is no longer cached."""
-        state = self._turns.get(key) or self._kept.get(key) or self._released.get(key)
+        state = self._get(key) or self._released.get(key)
         if state is None or not state.cached:
             return None
         if key in self._released:
@@ -225,16 +277,19 @@ class Retention:
 
     def _keep(self, key: bytes, state: KeptState) -> None:
         turn_first = state.turn and state.uses <= 1
-        (self._turns if turn_first else self._kept)[key] = state
-        self._num_blocks += 0 if state.rung else len(state.blocks)
+        (self._rungs if state.rung else self._turns if turn_first else self._kept)[key] = state
+        self._in_block.update((block.block_id, state) for block in state.blocks)
+        self._num_blocks[state.rung] += len(state.blocks)
 
     def _forget(self, key: bytes) -> None:
-        for block in released.blocks if (released := self._released.pop(key, None)) is not None else ():
-            if self._released_blocks.get(block.block_id) is released:
-                del self._released_blocks[block.block_id]
-        state = self._turns.pop(key, None) or self._kept.pop(key, None)
-        if state is not None:
-            self._num_blocks -= 0 if state.rung else len(state.blocks)
+        state = self._released.pop(key, None)
+        if state is None and (state := self._get(key)) is not None:
+            for states in self._all:
+                states.pop(key, None)
+            self._num_blocks[state.rung] -= len(state.blocks)
+        for block in state.blocks if state is not None else ():
+            if self._in_block.get(block.block_id) is state:
+                del self._in_block[block.block_id]
 
 
 def put_behind(queue: Any, before: Any, blocks: Iterable[Any]) -> None:

@@ -252,28 +252,35 @@ class States:
         if self._held:
             held, self._held = self._held, []
             (self.give_back or self.keys.pool.free_blocks)(held)
-        if self._spare:
-            self._spare = [key for key in self._spare if not self.retention.give_up(key)]
+        self._spare = [key for key in self._spare if not self.retention.give_up(key)]
+        self.retention.trim_rungs()
 
     @property
     def has_idle(self) -> bool:
         """Whether a state would put out nothing that is of use."""
-        groups = len(self.keys.recurrent)
-        return self.keys.pool.get_num_free_blocks() >= groups and self.retention.has_idle(groups)
+        return self._has_idle(1)
+
+    def has_idle_for(self, rungs: int) -> bool:
+        """Whether so many rungs would put out nothing but earlier ones."""
+        return self._has_idle(rungs, rung=True)
+
+    def _has_idle(self, states: int, rung: bool = False) -> bool:
+        blocks = states * len(self.keys.recurrent)
+        return self.keys.pool.get_num_free_blocks() >= blocks and self.retention.has_idle(blocks, rung)
 
     def reserve(
         self, request: Any, position: int, turn: bool, *, spare: bool = False, rung: bool = False, low: bool = False
     ) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group, registered under the position's keys.
 
-        `turn`: of one conversation; `spare`: it puts out nothing of use, and goes first, a `rung` before all others.
-        `low`: its request is of low priority.
+        `turn`: of one conversation; `spare`: it puts out nothing of use, and goes first; a `rung` puts out no other
+        state, and goes before all others once later ones need the room. `low`: its request is of low priority.
         None: the cache has no room.
         """
         pool, groups = self.keys.pool, self.keys.recurrent
         is_full = pool.get_num_free_blocks() < len(groups)
         if rung:
-            is_full = is_full or not self.retention.has_idle(len(groups), rung=True)
+            is_full = is_full or not self.retention.make_room_for_rung(len(groups), low)
         else:
             is_full = is_full or (spare and not self.has_idle) or not self.retention.make_room(len(groups))
         if is_full:

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -38,7 +38,7 @@ RECURRENT, ATTENTION, WINDOW = (0, 2), 1, 7
 
 GRID = Grid(UNIT, UNIT)
 
-SHARE, PINNED_BLOCKS = 12, 14  # blocks: six states, a prompt or two
+SHARE, PINNED_BLOCKS, RUNGS = 12, 14, 4  # blocks: six states, a prompt or two, two states
 
 TOKENS = 160
 
@@ -54,9 +54,11 @@ PROMPTS: dict[str, dict[str, Any]] = {
     "ada": {"tokens": [*HEAD, *range(1000, 1048)], "lora_request": LoRARequest("ada", 1, "/nowhere")},
 }
 
+OTHERS: dict[str, Any] = {"tokens": [9] * BLOCKS * BLOCK}  # what fills the cache before
+
 
 def request_of(name: str) -> Request:
-    more = dict(PROMPTS[name])
+    more = dict(PROMPTS.get(name, OTHERS))
     hasher = get_request_block_hasher(UNIT, sha256)
     return Request(name, more.pop("tokens"), SamplingParams(max_tokens=1), None, block_hasher=hasher, **more)
 
@@ -77,6 +79,7 @@ class Cache(RuleBasedStateMachine):
         self.keys = HeldKeys(self.pool, GRID, recurrent, [attention])
         self.states = States(self.keys, PINNED_BLOCKS, share=SHARE / BLOCKS)
         self.retention = self.states.retention
+        self.retention._rung_limit = RUNGS
         self.checkpoints = Checkpoints(GRID, BLOCK, self.states)
         ResumableBlocks(self.keys, {ATTENTION: self.announced}).take_over()
         self.index = KvEventIndex(UNIT)
@@ -117,6 +120,10 @@ class Cache(RuleBasedStateMachine):
         found = [self.block(key[:-4] + group.to_bytes(4, "big")) for group in RECURRENT]
         return found if all(found) else []
 
+    @property
+    def asked_for(self) -> list[bytes]:
+        return [key for key in (*self.turns, *self.kept) if key not in self.rungs]
+
     def leave(self, allowed: list[bytes], *, in_order: bool = False) -> None:
         """Those that the cache has and are kept no longer are some of `allowed`, the first ones of these."""
         gone = [key for key in (*self.turns, *self.kept) if key not in self.retention and self.blocks_of(key)]
@@ -145,6 +152,14 @@ class Cache(RuleBasedStateMachine):
 
     # What happens.
 
+    @initialize(is_full=st.booleans())
+    def fill(self, is_full: bool) -> None:
+        """With what others left."""
+        if is_full:
+            blocks = self.pool.get_new_blocks(BLOCKS - 1)
+            self.pool.cache_full_blocks(request_of("others"), blocks, 0, len(blocks), BLOCK, ATTENTION)
+            self.pool.free_blocks(blocks)
+
     @rule(name=names, end=st.sampled_from([64, 128]))
     def compute_rows(self, name: str, end: int) -> None:
         if self.pool.get_num_free_blocks() >= end // BLOCK:
@@ -161,17 +176,16 @@ class Cache(RuleBasedStateMachine):
             if not spare:
                 was_turn, is_known = key not in self.kept, key in {*self.turns, *self.kept, *self.given_up}
                 self.retention.claim(key)
-                self.leave([each for each in (*self.turns, *self.kept) if each != key], in_order=True)
+                self.leave([each for each in self.asked_for if each != key], in_order=True)
                 if key in self.rungs and is_known and self.blocks_of(key):
                     self.enter(key, was_turn, max(self.uses[key], 1))
                     self.rungs -= set() if self.retention.is_rung(key) else {key}
             return  # a state that is there is not written again
-        held = {block.block_id: block.block_hash for block in self.pool.blocks}
+        asked_for = [block for each in self.asked_for for block in self.blocks_of(each)]
         blocks = self.states.reserve(request, end, turn, spare=spare, rung=rung)
-        if rung and blocks is not None:
-            put_out = {held[block.block_id] for block in blocks} - {None}
-            assert put_out <= {key[:-4] + group.to_bytes(4, "big") for key in self.rungs for group in RECURRENT}
-        self.leave([*self.turns, *self.kept], in_order=True)
+        if rung:
+            assert not {block.block_id for block in blocks or ()} & {block.block_id for block in asked_for}
+        self.leave([*self.rungs] if rung else self.asked_for, in_order=not rung)
         if blocks is None:
             return
         self.written += blocks

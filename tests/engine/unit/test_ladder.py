@@ -93,25 +93,30 @@ def test_of_questions_at_once_on_a_cold_document_all_but_one_wait_for_its_exact_
         assert sorted(hits[name] for name in names) == [0] * cold + [asked.shared(document)] * (6 - cold)
 
 
-def test_rungs_take_no_room_that_is_of_use_and_are_stored_nowhere(model, monkeypatch):
-    """Under pressure other prompts find what they would find without them."""
+@pytest.mark.parametrize("unit", [16, 64], ids=["Mamba2", "gated delta net"])
+def test_in_a_cache_that_is_full_rungs_take_the_oldest_blocks_and_are_stored_nowhere(model, unit):
+    asked, stored = Documents(model, unit, 1600, blocks=90), list[bool]()
+    states = asked.core.scheduler.seamark.states
+    states.offer = lambda request, positions, used=True: stored.extend(
+        kept.is_rung(states.keys.state_key(request, each)) for each in positions
+    )
+    kept, make_room, full = states.retention, states.retention.make_room_for_rung, list[bool]()
 
-    def played() -> tuple[list[int], list[tuple[int, bool]]]:
-        asked, offered = Documents(model, 16, 1600, blocks=90), []
-        states = asked.core.scheduler.seamark.states
-        states.offer = lambda request, positions, used=True: offered.extend((each, used) for each in positions)
-        turns = [asked.text(200) for _ in range(12)]
-        found = []
-        for number in range(60):
-            turn = turns[number % 12] = turns[number % 12] + asked.text(60)
-            found.append(asked.ask(turn)[0])
-            if number % 4 == 0:
-                asked.ask(asked.text(900))
-        return found, offered
+    def puts_out_no_other_state(num_blocks: int, low: bool) -> bool:
+        full.append(not kept.has_idle(num_blocks, rung=True))
+        has_room = make_room(num_blocks, low)
+        others = [state for state in (*kept._turns.values(), *kept._kept.values()) if state.cached]
+        held = {block.block_id for state in others for block in state.blocks}
+        assert not has_room or held.isdisjoint(block.block_id for block in kept._next(num_blocks))
+        return has_room
 
-    with_rungs = played()
-    monkeypatch.setattr(LadderUse, "rungs", lambda *_: 0)
-    assert with_rungs == played() and any(with_rungs[0][12:])
+    kept.make_room_for_rung = puts_out_no_other_state
+    for _ in range(30):
+        asked.ask(asked.text(6000))
+        document, question = asked.text(asked.draw.randint(300, 2000)), asked.draw.randint(8, 100)
+        asked.ask(document + asked.text(question))
+        assert asked.ask(document + asked.text(question))[0] >= asked.shared(document) - 128 - unit
+    assert sum(full) > 60 and stored and not any(stored)
 
 
 def test_rungs_are_left_while_they_cost_little_and_somebody_takes_one():
