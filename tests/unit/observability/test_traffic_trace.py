@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from proxy.boundaries.divergence import common_prefix
 from proxy.chat.reader import completions_request
 from proxy.errors import SettingsError
+from proxy.fleet.worker import prompt_of
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability import traffic_trace
@@ -105,6 +106,8 @@ async def test_a_file_has_whole_lines_up_to_its_bound_and_goes_on_after_a_restar
     path.unlink()
     await written([], [], worker=SimpleNamespace(renderer=lambda *_: asyncio.Event().wait()))
     assert "2 requests are missing" in caplog.text
+    with pytest.raises(AttributeError):  # what a worker cuts off, it alone knows
+        await prompt_of(completions_request({"prompt": [1, 2, 3], "truncate_prompt_tokens": 2}), None)
     path.write_text("[1]\n")
     for wrong, why in ((path, "it holds something else"), (tmp_path / "no" / "file", "No such file")):
         with pytest.raises(SettingsError, match=f"cannot get a trace .{why}.*name another file"):
