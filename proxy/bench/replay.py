@@ -74,7 +74,7 @@ class Replay:
             before = next((at for at in found if self._sessions[ends[at]][-1].input_length < each.input_length), 0)
             session = ends.pop(before, object()) if each.session is None else each.session
             self._sessions[session].append(each)
-            ends |= dict.fromkeys((name for name in each.hash_ids[-2:] if name > known), session)
+            ends |= dict.fromkeys((name for name in each.hash_ids[-2:] if name > known or name == before), session)
         followers = Counter(before for before, _ in names)
         self._parting = {name for name, count in followers.items() if count > 1 or name in last}
         self._theoretical = sum(each.shared for each in requests) / sum(each.input_length for each in requests)

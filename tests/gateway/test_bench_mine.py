@@ -410,8 +410,9 @@ def test_a_trace_is_sent_with_texts_that_share_what_it_says(server, url, tmp_pat
 
 def test_who_goes_on_from_an_earlier_prompt_waits_for_it_and_nobody_else(tmp_path):
     path = tmp_path / "trace.jsonl"
-    turns = (200, 0, 1, 2, 3), (130, 0, 7, 8), (300, 0, 1, 2, 4, 5), (210, 0, 7, 8, 9), (310, 0, 1, 2, 6, 8)
+    turns = (200, 0, 1, 2, 3), (130, 0, 7, 8), (220, 0, 1, 2, 4), (300, 0, 1, 2, 5, 6), (210, 0, 7, 8, 9)
+    fork = (310, 0, 1, 2, 6, 8)
     alone = *((120, 0, number) for number in range(10, 18)), (120, 0, 17), (999,)
-    path.write_text("\n".join(recorded(None, at, *prompt) for at, prompt in enumerate((*turns, *alone))))
+    path.write_text("\n".join(recorded(None, at, *prompt) for at, prompt in enumerate((*turns, fork, *alone))))
     found = replay.Replay(Stack("http://a", "tide-7b", None), replay.read(path))
-    assert [len(session) for session in found._sessions.values()] == [2, 2, 1] + [1] * 10 and found._block == 64
+    assert [len(session) for session in found._sessions.values()] == [3, 2, 1] + [1] * 10 and found._block == 64
