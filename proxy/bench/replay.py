@@ -11,7 +11,7 @@ import gzip
 import math
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,17 +25,18 @@ from proxy.bench.mine import AskedRequest, MinedRow, Stack, Unusable, key_in, pa
 from proxy.bench.shapes import message
 from proxy.errors import SettingsError
 
+AHEAD = 1.0  # seconds in which a prompt is written before it is sent
+
 
 class Recorded(msgspec.Struct):
     """One request; lengths in tokens."""
 
     timestamp: float  # milliseconds since the trace's start
-    input_length: Annotated[int, msgspec.Meta(ge=1)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=2**30)]
     output_length: int
     hash_ids: list[int]
     session: str | int | None = None  # whose requests are sent one after the other
-    shared: int = 0  # with earlier requests; as what follows, worked out by `share`
-    beginnings: list[int] = []  # names of all that it begins with, a block longer each
+    shared: int = 0  # with earlier ones, as `Replay` works it out
 
 
 def read(path: Path) -> list[Recorded]:
@@ -43,8 +44,8 @@ def read(path: Path) -> list[Recorded]:
     found, decode = list[Recorded](), msgspec.json.Decoder(Recorded).decode
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            found.extend(map(decode, file))
-    except (OSError, EOFError, ValueError) as error:
+            found.extend(map(decode, filter(bytes.strip, file)))
+    except Exception as error:  # whatever the file is
         raise Unusable(f"{path}, line {len(found) + 1}: {error}. A trace has a JSON object on each line.") from None
     if not found:
         raise Unusable(f"{path} is empty: give a file with a JSON object on each line")
@@ -55,37 +56,37 @@ class Replay:
     """A trace that is sent to a stack."""
 
     def __init__(self, stack: Stack, requests: Sequence[Recorded]) -> None:
-        # Files do not say how long a block is, and the last one of a prompt may be shorter.
-        longest = max(math.ceil(each.input_length / max(1, len(each.hash_ids))) for each in requests)
-        self.stack, self._requests, self._block = stack, requests, 1 << (longest - 1).bit_length()
-        self._run = secrets.randbits(64)
+        # Files do not say how long a block is: a power of two that suits most. A prompt's last one may be shorter.
+        lengths = [(each.input_length, len(each.hash_ids)) for each in requests]
+        self._block = max((2**bits for bits in range(17)), key=lambda size: sum(-(-a // size) == b for a, b in lengths))
+        self.stack, self._requests, self._run = stack, requests, secrets.randbits(64)
         self._sessions = defaultdict[object, list[Recorded]](list)
         self._took: list[float] = []  # seconds of each session that was answered to its end
-        names, followers = dict[tuple[int, int], int](), defaultdict[int, set[int]](set)
-        ends: dict[int, object] = {}  # sessions by where a prompt of theirs ended
+        names, last = dict[tuple[int, int], int](), set[int]()
+        ends: dict[int, object] = {}  # sessions by where a prompt of theirs ended that was first there
         for each in requests:
-            known, name, each.beginnings = len(names), 0, []
-            for block in each.hash_ids:
-                before, name = name, names.setdefault((name, block), len(names) + 1)
-                followers[before].add(name)
-                each.beginnings.append(name)
-            followers[name].add(0)
-            each.shared = min(sum(name <= known for name in each.beginnings) * self._block, each.input_length - 1)
-            went_on = next((ends[name] for name in reversed(each.beginnings) if name in ends), object())
-            session = went_on if each.session is None else each.session
+            known, name = len(names), 0
+            for at, block in enumerate(each.hash_ids):  # from here on, the name of all up to its end
+                each.hash_ids[at] = name = names.setdefault((name, block), len(names) + 1)
+            last.add(name)
+            each.shared = min(sum(name <= known for name in each.hash_ids) * self._block, each.input_length - 1)
+            found = (at for at in reversed(each.hash_ids) if at in ends)
+            before = next((at for at in found if self._sessions[ends[at]][-1].input_length < each.input_length), 0)
+            session = ends.pop(before, object()) if each.session is None else each.session
             self._sessions[session].append(each)
-            ends |= dict.fromkeys(each.beginnings[-2:], session)
-        self._parting = {name for name, behind in followers.items() if len(behind) > 1}
+            ends |= dict.fromkeys((name for name in each.hash_ids[-2:] if name > known or name == before), session)
+        followers = Counter(before for before, _ in names)
+        self._parting = {name for name, count in followers.items() if count > 1 or name in last}
         self._theoretical = sum(each.shared for each in requests) / sum(each.input_length for each in requests)
 
     def messages(self, request: Recorded) -> Messages:
         """The request as a chat of about as many tokens."""
         left, words = request.input_length, self.stack.words_per_token
         texts: list[list[str]] = [[]]
-        for name in request.beginnings:
+        for name in request.hash_ids:
             texts[-1].append(_text(self._run + name, min(self._block, left) * words))
             left -= self._block
-            if name in self._parting and name != request.beginnings[-1]:
+            if name in self._parting and name != request.hash_ids[-1]:
                 texts.append([])
         if left > 0:
             texts[-1].append(_text(secrets.randbits(64), left * words))
@@ -100,8 +101,10 @@ class Replay:
         try:
             await self.stack.find_model()
             await self.stack.probe()
-            began = time.perf_counter() - self._requests[0].timestamp / 1e3 / speed
+            began = time.perf_counter() + AHEAD - self._requests[0].timestamp / 1e3 / speed
             await asyncio.gather(*(self._send(requests, began, speed) for requests in self._sessions.values()))
+        except asyncio.CancelledError:
+            self.stack.failed["interrupted", 0] = "interrupted before all was answered"
         finally:
             await self.stack.client.aclose()
         if not self.stack.asked:
@@ -109,20 +112,20 @@ class Replay:
         return self._table(bound)
 
     async def _send(self, requests: Sequence[Recorded], began: float, speed: float) -> None:
-        first, stack = math.inf, self.stack
         for each in requests:
-            chat = self.messages(each)
-            await asyncio.sleep(began + each.timestamp / 1e3 / speed - time.perf_counter())
+            at = began + each.timestamp / 1e3 / speed
+            await asyncio.sleep(at - AHEAD - time.perf_counter())
+            chat = await asyncio.to_thread(self.messages, each)  # beside the answers that are timed
+            await asyncio.sleep(at - time.perf_counter())
             sent = time.perf_counter()
-            first = min(first, sent)
             try:
-                reply = await stack.ask(chat, max(1, each.output_length), asyncio.Event())
+                reply = await self.stack.ask(chat, max(1, each.output_length), asyncio.Event())
             except Unusable as error:
-                stack.failed["request", round(each.timestamp)] = str(error)
+                self.stack.failed["session", len(self.stack.failed)] = str(error)
                 return
             shared = round(each.shared / each.input_length * reply.prompt_tokens)
-            stack.asked.append(AskedRequest("trace", each.input_length, 0, 0, 0, shared, sent, reply))
-        self._took.append(time.perf_counter() - first)
+            self.stack.asked.append(AskedRequest("trace", each.input_length, 0, 0, 0, shared, sent, reply))
+        self._took.append(time.perf_counter() - began - requests[0].timestamp / 1e3 / speed)
 
     def _table(self, bound: float | None) -> str:
         stack, asked, row = self.stack, self.stack.asked, MinedRow(self.stack.asked)
@@ -131,8 +134,9 @@ class Replay:
         lasted = max(each.sent + each.reply.last_token for each in asked) - min(each.sent for each in asked)
         achieved = f"{cached / prompts:.1%}: {row.part:.1%} of {row.shared:,} tokens that could be found"
         achieved = achieved if stack.reported else "not reported"
+        sent = f"{len(asked):,} of {len(self._requests):,} requests answered"
         lines = [
-            f"{stack.shown}, model {stack.model}: {len(asked)} requests, {prompts:,} tokens of prompts, {lasted:.1f} s",
+            f"{stack.shown}, model {stack.model}: {sent}, {prompts:,} tokens of prompts, {lasted:.1f} s",
             f"cache reads   theoretical {self._theoretical:.1%}   achieved {achieved}",
             f"first token   {_percentiles([each.reply.first_token for each in asked])}",
             f"session       {_percentiles(self._took)}, {len(self._took)} answered to their end",
@@ -141,7 +145,8 @@ class Replay:
             rate, part = len(asked) / lasted, row.within(bound)
             within = f"{part:.0%} of first tokens came within {bound:g} s"
             lines.append(f"goodput       {rate * part:.2f} of {rate:.2f} requests/s: {within}")
-        return "\n".join([*lines, *(f"request at {at} ms: {why}" for (_, at), why in sorted(stack.failed.items()))])
+        failed = Counter(stack.failed.values()).most_common(10)
+        return "\n".join([*lines, *(f"broken off    {count} x {why}" for why, count in failed)])
 
 
 @lru_cache(maxsize=2**17)
@@ -168,4 +173,4 @@ def main(argv: list[str]) -> int:
     except (SettingsError, Unusable) as error:
         say(f"seamark bench replay: {error}")
         return 1
-    return int(bool(replay.stack.failed))
+    return 130 if ("interrupted", 0) in replay.stack.failed else int(bool(replay.stack.failed))

@@ -357,11 +357,11 @@ def _at_this_machine(address: str) -> str:
 
 async def prompt_of(chat: Chat, worker: Worker) -> list[int]:
     """The prompt as the worker computes it. Raises `RenderFailed`."""
-    if chat.ids is not None:
+    if chat.ids is not None and chat.body.get("truncate_prompt_tokens") is None:
         return list(chat.ids)
     try:
         return await worker.renderer(chat.asked, chat.path)
     except RenderFailed:
-        if chat.native is None:
+        if chat.native is None or chat.is_bare:
             raise
         return await worker.renderer(chat.body, CHAT)

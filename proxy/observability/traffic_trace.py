@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
 import time
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import blake2s
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from proxy.chat.canonical import canonical
 from proxy.chat.chat import Chat
@@ -48,8 +50,10 @@ class TrafficTrace(Part):
     def __init__(self, path: Path, room: int, results: Tally, idle: IdleWork) -> None:
         """`room`: bytes that waiting requests may take. Raises `SettingsError`."""
         self._path, self._room, self._results, self._idle = path, room, results, idle
-        self._key, self._rest, self._turn = os.urandom(32), REST, asyncio.Lock()
         self._began = time.perf_counter() - _seconds_in(path)
+        self._key, self._told, self._closing = os.urandom(32), "", asyncio.Event()
+        self._waiting: deque[tuple[Chat, Worker, int, dict[str, Any]]] = deque()
+        self._writing: asyncio.Task[None] | None = None
 
     def add(self, chat: Chat, worker: Worker, memory: int, arrived: float, session: str | None, output: int) -> None:
         """A request of so many bytes that came at `arrived` (`time.perf_counter`) was answered with `output` tokens."""
@@ -60,31 +64,37 @@ class TrafficTrace(Part):
         row = {"timestamp": round((arrived - self._began) * 1e3), "output_length": max(1, output)}
         if session is not None:
             row["session"] = int.from_bytes(self._hash(canonical([chat.body.get("cache_salt"), session]))[:4])
-        beside(self._write(chat, worker, memory, row))
+        self._waiting.append((chat, worker, memory, row))
+        if self._writing is None or self._writing.done():
+            self._writing = beside(self._write())
 
     async def aclose(self) -> None:
-        self._rest = 0.0
+        self._closing.set()
         await self._idle.caught_up()  # the last requests are settled
-        await asyncio.sleep(0)  # and wait for their turn
-        with suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS), self._turn:
-                pass  # all others have had their turn
+        await asyncio.wait([self._writing or beside(self._write())], timeout=STOP_SECONDS)
+        if self._waiting:
+            logger.warning("%d requests are missing in %s: the gateway has stopped", len(self._waiting), self._path)
 
-    async def _write(self, chat: Chat, worker: Worker, memory: int, row: dict[str, Any]) -> None:
-        async with self._turn:
+    async def _write(self) -> None:
+        while self._waiting:
             await self._idle.lull()
-            began, result = time.perf_counter(), "written"
+            began, (chat, worker, memory, row) = time.perf_counter(), self._waiting[0]
             try:
+                await asyncio.to_thread(self._append, b"")  # nothing is rendered for a file that takes no line
                 ids = await prompt_of(chat, worker)
                 row |= {"input_length": len(ids), "hash_ids": await self._idle.finish(self._names(chat, ids))}
-                await asyncio.to_thread(self._append, json.dumps(row, separators=(",", ":")).encode() + b"\n")
+                await asyncio.to_thread(self._append, msgspec.json.encode(row) + b"\n")
+                why = ""
             except Exception as error:  # the kind, or the system's words: another message might hold prompt text
                 why = getattr(error, "strerror", None) or type(error).__name__
-                logger.warning("a request is missing in %s: %s", self._path, why)
-                result = "lost"
+                if why != self._told:
+                    logger.warning("from now on, requests are missing in %s: %s", self._path, why)
+            self._told = why
+            self._waiting.popleft()
             self.held -= memory
-            self._results[(result,)] += 1
-            await asyncio.sleep((time.perf_counter() - began) * self._rest)
+            self._results[("lost" if why else "written",)] += 1
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), (time.perf_counter() - began) * REST)
 
     def _names(self, chat: Chat, ids: Sequence[int]) -> Steps[list[int]]:
         """Names of all blocks, a shorter last one included: equal where all up to a block's end is equal."""
@@ -103,7 +113,7 @@ class TrafficTrace(Part):
 
     def _append(self, line: bytes) -> None:
         with open(self._path, "ab", buffering=0, opener=_private) as file:
-            if (size := file.tell()) + len(line) > MAX_BYTES or file.write(line) < len(line):
+            if (size := file.tell()) >= MAX_BYTES or file.write(line) < len(line):
                 file.truncate(size)  # no half lines
                 raise OSError(errno.EFBIG, f"no room behind its {size:,} bytes")
 
@@ -112,10 +122,15 @@ def _seconds_in(path: Path) -> float:
     """How long the trace in a file has gone on by now; 0 if there is none. Raises `SettingsError`."""
     try:
         with open(path, "ab+", opener=_private) as file:
+            since = max(0.0, time.time() - path.stat().st_mtime)
             file.seek(max(0, file.tell() - TAIL_BYTES))
-            lines = file.read().splitlines()
-        since = max(0.0, time.time() - path.stat().st_mtime)
-        return float(json.loads(lines[-1])["timestamp"]) / 1e3 + since if lines else 0.0
+            if not (tail := file.read()):
+                return 0.0
+            *lines, torn = tail.split(b"\n")
+            last = float(msgspec.json.decode(lines[-1] if lines else torn)["timestamp"])
+            if torn:  # the machine went down while it was written
+                file.truncate(file.tell() - len(torn))
+        return last / 1e3 + since
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         why = getattr(error, "strerror", None) or "it holds something else"
         raise SettingsError(f"trace: {path} cannot get a trace ({why}); name another file") from None

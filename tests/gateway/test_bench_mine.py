@@ -382,8 +382,9 @@ TRACE = (
         ({}, TRACE, 0, r"goodput       ([\d.]+) of \1 requests/s: 100% of first tokens came within 60 s"),
         ({"caches": False}, TRACE, 0, r"theoretical 46\.0%   achieved 0\.0%: 0\.0% of "),
         ({"details": False}, TRACE, 0, "theoretical 46.0%   achieved not reported"),
-        ({"broken_after": 4}, TRACE, 1, "request at 20 ms: URL streams no token"),
-        ({}, (*TRACE, "{}"), 1, "trace.jsonl, line 5: Object missing required field `timestamp`"),
+        ({"broken_after": 4}, TRACE, 1, "(?s)2 of 4 requests answered.*\nbroken off    2 x URL streams no token"),
+        ({"interrupts_after": 5}, TRACE, 130, r"(?s)\d of 4 requests answered.*interrupted before all was answered"),
+        ({}, (*TRACE, "", "{}"), 1, "trace.jsonl, line 5: Object missing required field `timestamp`"),
         ({}, (), 1, "trace.jsonl is empty: give a file with a JSON object on each line"),
     ],
     ids=str,
@@ -396,7 +397,8 @@ def test_a_trace_is_sent_with_texts_that_share_what_it_says(server, url, tmp_pat
     out, err = capsys.readouterr()
     assert re.search(told, (out + err).replace(url, "URL")) and ("2 answered to their end" in out) == (status == 0)
     if status == 0:
-        first, other, *_ = chats = [request["messages"] for request in server.requests[2:]]
+        chats = sorted((request["messages"] for request in server.requests[2:]), key=lambda each: len(text_of(each)))
+        first, other, *_ = chats
         assert [request["max_tokens"] for request in server.requests[2:]] == [3] * 4
         assert all(
             [each["role"] for each in chat][-2:] in (["system", "user"], ["assistant", "user"]) for chat in chats
@@ -404,3 +406,13 @@ def test_a_trace_is_sent_with_texts_that_share_what_it_says(server, url, tmp_pat
         assert first[0] == other[0] and first[1] != other[1]
         lengths = [len(text_of(chat).split()) for chat in chats]
         assert all(abs(length - tokens) < 30 for length, tokens in zip(lengths, (300, 320, 400, 512), strict=True))
+
+
+def test_who_goes_on_from_an_earlier_prompt_waits_for_it_and_nobody_else(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    turns = (200, 0, 1, 2, 3), (130, 0, 7, 8), (220, 0, 1, 2, 4), (300, 0, 1, 2, 5, 6), (210, 0, 7, 8, 9)
+    fork = (310, 0, 1, 2, 6, 8)
+    alone = *((120, 0, number) for number in range(10, 18)), (120, 0, 17), (999,)
+    path.write_text("\n".join(recorded(None, at, *prompt) for at, prompt in enumerate((*turns, fork, *alone))))
+    found = replay.Replay(Stack("http://a", "tide-7b", None), replay.read(path))
+    assert [len(session) for session in found._sessions.values()] == [3, 2, 1] + [1] * 10 and found._block == 64

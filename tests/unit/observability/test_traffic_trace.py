@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from proxy.boundaries.divergence import common_prefix
 from proxy.chat.reader import completions_request
 from proxy.errors import SettingsError
+from proxy.fleet.worker import prompt_of
 from proxy.idle_work import IdleWork
 from proxy.metrics import Metrics
 from proxy.observability import traffic_trace
@@ -85,21 +87,27 @@ async def test_what_came_is_told_without_a_word_of_it_and_sharing_by_key(in_memo
 async def test_a_file_has_whole_lines_up_to_its_bound_and_goes_on_after_a_restart(tmp_path, monkeypatch, caplog):
     path, metrics = tmp_path / "trace.jsonl", Metrics()
 
-    async def written(*prompts: list[int], room: int = 2**20) -> None:
+    async def written(*prompts: list[int], room: int = 2**20, worker: Any = None) -> None:
         trace = TrafficTrace(path, room, metrics.traced, IdleWork())
         for prompt in prompts:  # where there is none, no worker is there to render one
-            trace.add(completions_request({"prompt": prompt or "Tide?"}), None, 600, time.perf_counter(), "s", 0)
+            trace.add(completions_request({"prompt": prompt or "Tide?"}), worker, 600, time.perf_counter(), "s", 0)
         await trace.aclose()
 
     await written([1] * 40, [2] * 40)
     one, two = lines(path)
-    monkeypatch.setattr(traffic_trace, "MAX_BYTES", path.stat().st_size * 3 // 2)
-    path.write_text(json.dumps({**two, "timestamp": 7_000_000}) + "\n")
-    await written([1] * 40, [], [3] * 4000, [1] * 40, room=2000)
+    monkeypatch.setattr(traffic_trace, "MAX_BYTES", path.stat().st_size * 3 // 4)
+    path.write_text(json.dumps({**two, "timestamp": 7_000_000}) + '\n{"timestamp":7')  # where the machine went down
+    await written([], [1] * 40, [], [1] * 40, room=2000)
     assert [row["hash_ids"] == one["hash_ids"] for row in lines(path)] == [False, False]
     assert [row["timestamp"] >= 7_000_000 for row in lines(path)] == [True, True] and one["output_length"] == 1
     assert dict(metrics.traced) == {("written",): 3, ("lost",): 2, ("no_room",): 1}
     assert "no room behind its" in caplog.text and "AttributeError" in caplog.text
+    monkeypatch.setattr(traffic_trace, "STOP_SECONDS", 0.01)
+    path.unlink()
+    await written([], [], worker=SimpleNamespace(renderer=lambda *_: asyncio.Event().wait()))
+    assert "2 requests are missing" in caplog.text
+    with pytest.raises(AttributeError):  # what a worker cuts off, it alone knows
+        await prompt_of(completions_request({"prompt": [1, 2, 3], "truncate_prompt_tokens": 2}), None)
     path.write_text("[1]\n")
     for wrong, why in ((path, "it holds something else"), (tmp_path / "no" / "file", "No such file")):
         with pytest.raises(SettingsError, match=f"cannot get a trace .{why}.*name another file"):
