@@ -581,3 +581,6 @@ async def test_a_session_token_leads_through_any_gateway_to_the_worker_that_answ
         worker.boot = "1.8e+09"
     await until(lambda: all("1.8e+09" in worker.boot for worker in other.gateway.pool.up))
     assert (await other.post(body, x_session_token=token)).headers["x-session-token"] != token
+    for worker in first.gateway.pool.workers[1:]:
+        worker.max_inflight = worker.inflight = 1
+    assert "x-session-token" in (await first.post(body, x_session_token="")).headers
