@@ -77,6 +77,12 @@ class Chat(msgspec.Struct):
         )
 
     @property
+    def media_bytes(self) -> int:
+        """That media take in the body, or in those that it continues: as text, they would be far more tokens."""
+        holders = [holder for _, part in self.media for holder in part.values() if type(holder) is dict]
+        return sum(len(value) for holder in holders for value in holder.values() if type(value) is str)
+
+    @property
     def asked(self) -> Mapping[str, Any]:
         """The body to render at `path`."""
         return self.body if self.native is None else self.native

@@ -132,6 +132,7 @@ class KeyRing:
         self._secret = self._id_secret or secrets.token_hex(32).encode()
         self.file = WatchedFile("api_keys", path, lambda raw, where: model_in(raw, where, KeyFile), EXAMPLE)
         self._keys: dict[str, ApiKey] = {}
+        self.limited: dict[str, TokenLimits] = {}  # limits in tokens of keys that have some, by name
         self._by_hash: dict[bytes, ApiKey] = {}
         self._load()
 
@@ -156,11 +157,6 @@ class KeyRing:
     def named(self, name: str) -> ApiKey | None:
         return self._keys.get(name)
 
-    @property
-    def limited(self) -> dict[str, TokenLimits]:
-        """The limits in tokens of keys that have some, by name."""
-        return {name: key.limits for name, key in self._keys.items() if key.limits is not None}
-
     def _known(self, presented: bytes) -> ApiKey | None:
         digest = hashlib.sha256(presented).digest()
         # Nobody can steer a digest, so looking it up may take any time; comparing must take the same time always.
@@ -169,7 +165,7 @@ class KeyRing:
         return key if any(known) else None
 
     def _load(self) -> None:
-        limits = self.limited
+        limits, self.limited = self.limited, {}
         previous, self._keys, self._by_hash = self._keys, {}, {}
         for name, entry in self.file.value.keys.items():
             key = previous.get(name)
@@ -177,7 +173,7 @@ class KeyRing:
                 key = ApiKey(name, entry, "")
             key.entry, key.limits = entry, None
             if entry.tokens_per_minute or entry.tokens_per_day:  # used under a name counts for it, as in metrics
-                key.limits = limits.get(name) or TokenLimits(name)
+                key.limits = self.limited[name] = limits.get(name) or TokenLimits(name)
                 key.limits.set(entry.tokens_per_minute, entry.tokens_per_day, entry.count, entry.cached_weight)
             hashes = tuple(map(bytes.fromhex, entry.sha256))
             secret = self._id_secret

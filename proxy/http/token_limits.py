@@ -45,7 +45,7 @@ class Window:
 
     @property
     def seconds_left(self) -> int:
-        return self.seconds - int(time.time()) % self.seconds
+        return (self.number + 1) * self.seconds - int(time.time())
 
 
 class TokenLimits:
@@ -71,7 +71,8 @@ class TokenLimits:
     def now(self) -> list[Window]:
         """The windows that have a limit, as they are now."""
         for window in self._windows:
-            if (number := int(time.time()) // window.seconds) != window.number:
+            number = int(time.time()) // window.seconds
+            if not number <= window.number <= number + 1:  # none begins once more since the clock is set right
                 window.number, window.own, window.others = number, 0, 0
         return [window for window in self._windows if window.limit]
 
@@ -95,6 +96,7 @@ class Charge:
     def __init__(self, limits: TokenLimits) -> None:
         self.limits = limits
         self.estimate = 0, 0, 0  # tokens of the prompt, cached ones among them, of the answer
+        self.goes_on = False  # whether its client is there or not, and no answer tells to the end what it took
         self.streamed: int | None = None  # events of a stream that went to the client; None: it is no stream
         self.refused_by: Window | None = None
         self.held: list[tuple[Window, int, int]] | None = None  # of which window, and tokens; None: not asked yet
@@ -129,7 +131,7 @@ class Charge:
 
     def on(self, headers: asgi.HeaderList) -> asgi.HeaderList:
         """An answer's headers, with those of the window that has least left, or that refused the request."""
-        shown = min(self.limits.now(), key=lambda window: window.left, default=None)
+        shown = min(reversed(self.limits.now()), key=lambda window: window.left, default=None)
         if (window := self.refused_by or shown) is None:
             return headers
         own = (LIMIT, b"%d" % window.limit), (REMAINING, b"%d" % window.left), (RESET, b"%ds" % window.seconds_left)

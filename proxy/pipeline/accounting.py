@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from proxy.chat.chat import GENERATE, RESPONSES, flag
-from proxy.chat.reader import HINTED
+from proxy.chat.chat import RESPONSES, flag
+from proxy.chat.reader import ENDPOINTS
 from proxy.chat.usage import Usage
 from proxy.fleet.part import Change, Part
 from proxy.fleet.pool import WorkerPool
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("seamark.gateway")
 NOT_FOUND = 404
-GENERATING = HINTED.keys() | {GENERATE}
+COMPUTING = ENDPOINTS - {"/detokenize", "/tokenize"}
 MOST_PARTS = 8  # a change is sought if more than one in so many tokens of a prompt was computed
 SETTLED_SECONDS = 60.0  # after its last answer, within which all is said of a request
 SEEK_SECONDS = 0.25  # that a whole answer waits for a change to be found; it is not worth more
@@ -158,7 +158,7 @@ class Accounting(Part):
         answer, or a whole one tells nothing, the estimate stands.
         """
         status, timings, (prompt, cached, _) = exchange.reply.status, exchange.timings, charge.estimate
-        is_there = 200 <= status < 300 and exchange.head.endpoint in GENERATING
+        is_there = 200 <= status < 300 and exchange.head.endpoint in COMPUTING
         was_sent = exchange.worker is not None and timings.asked is not None and timings.choosing >= timings.asked
         if charge.streamed is not None:
             charge.settle(prompt, cached, charge.streamed)

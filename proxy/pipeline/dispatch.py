@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from proxy.boundaries.boundary import Entry, Found
-from proxy.chat.chat import GENERATE, number
+from proxy.chat.chat import GENERATE, RESPONSES, flag, number
 from proxy.chat.responses import StoredResponses
 from proxy.chat.usage import MAX_TOKENS
 from proxy.errors import NoWorker
@@ -172,18 +172,24 @@ class Dispatcher:
 
     def _hold_tokens(self, exchange: Exchange, charge: Charge, serving: Sequence[Worker]) -> None:
         """Count at its key what the request may take, however often it is sent. Raises `KeyBusy`."""
-        head, body, found = exchange.head, exchange.body, exchange.prompt.found
+        head, body, chat, found = exchange.head, exchange.body, exchange.prompt.chat, exchange.prompt.found
         prompt = cached = output = 0
         if head.method != "POST" or head.path.endswith("/cancel"):
             return
-        if head.endpoint != "other":
+        if body.parsed:
             params = body.parsed.get("sampling_params") if head.endpoint == GENERATE else body.parsed
-            asked = [number(params.get(name)) or 0 for name in MOST_OUTPUT] if isinstance(params, dict) else [0]
-            prompt = exchange.prompt.tokens or round(len(body.raw) * TOKENS_PER_BYTE)
-            output = min(max(0, max(asked) * choices_of(body.parsed)), MAX_TOKENS)
-        if found is not None and charge.limits.cached_weight < 1:
+            params = params if isinstance(params, dict) else {}
+            asked: list[float] = [number(params.get(name)) or 0 for name in MOST_OUTPUT]
+            charge.goes_on = head.endpoint == RESPONSES and flag(params.get("background")) is True
+            if charge.goes_on and asked[-1] <= 0:  # all that there is room for
+                asked = [worker.length(exchange.model) for worker in serving]
+            output = round(min(max([0, *asked]) * max(1, choices_of(params)), MAX_TOKENS))
+            text = len(body.raw) - (chat.media_bytes if chat is not None else 0)
+            prompt = round(max(0, text) * (exchange.prompt.tokens / len(body.raw) or TOKENS_PER_BYTE))
+        if found is not None:
             held = self._prefix_index.longest(found.prefixes, {worker.boot for worker in serving})
-            cached = max((each.tokens for each in held.values()), default=0)
+            cached = max([each.tokens for each in held.values() if each.is_told], default=0)
+            prompt = max([prompt, *[boundary.tokens for boundary in found.boundaries]])
         charge.hold(prompt, cached, output)
 
     def _take(self, exchange: Exchange, serving: Sequence[Worker] = ()) -> Exchange | None:
@@ -253,7 +259,7 @@ class Dispatcher:
         boots = {worker.boot for worker in serving if worker.takes_hints}
         usable = {worker.boot for worker in serving if worker.match_unit}
         held, sent, ever_sent = self._prefix_index.look_up(found.prefixes, usable, boots)
-        worker = workers[0] if len(workers) == 1 else self._chosen(exchange, workers, held)
+        worker = workers[0] if len(workers) == len(serving) == 1 else self._chosen(exchange, workers, held)
         boot, engine, takes_hints = worker.boot, worker.engine, worker.takes_hints
         here, longest = held.get(boot), max([held[each] for each in held if each in boots], default=None)
         told = longest.tokens if longest is not None and longest.is_told else 0

@@ -271,7 +271,7 @@ class ResponseRelay:
         choices = choices_of(exchange.body.parsed) if exchange.body.strips_usage else 0
         names = opened if exchange.head.endpoint == RESPONSES else None
         relayed, charge = (response, exchange.send, served, choices, names), reply.charge
-        stream = SseRelay(*relayed) if charge is None else CountingRelay(*relayed, _charge=charge)
+        stream = SseRelay(*relayed) if charge is None or charge.goes_on else CountingRelay(*relayed, _charge=charge)
         end = b""
         self._heartbeats.streams[stream] = exchange.at
         try:

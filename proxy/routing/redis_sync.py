@@ -68,7 +68,7 @@ WAITING_EVENTS = 10_000  # to be written; the oldest are dropped while Redis is 
 # A record is not written again for this long. It is repeated after that if it is in use, because streams are trimmed.
 REPEAT_SECONDS, WRITTEN_LATELY = 60.0, 20_000
 
-LIMITS_AT_ONCE = 64  # keys with limits in tokens, in one exchange; more take turns
+LIMITS_AT_ONCE = 16  # keys with limits in tokens, in one exchange; more take turns
 
 KEY_BYTES, WRITER_BYTES = 16, 8
 MAX_RECORDS = 64  # in one batch: applying it stays far below a millisecond
@@ -302,9 +302,14 @@ class RedisSync(Part):
                     pipeline.expire(name, DAY)
                 pipeline.hgetall(name)
             replies = [each for each in await pipeline.execute() if isinstance(each, dict)]
-        for (limits, day, _), told in zip(turn, replies, strict=True):
-            limits.hear(day, [totals for field, totals in told.items() if field != self._field])
+        await self._idle.finish(self._hear_all(zip(turn, replies, strict=True)))
         self._turn = first + len(turn)
+
+    def _hear_all(self, answers: Iterable[tuple[tuple[TokenLimits, int, bytes], dict[bytes, bytes]]]) -> Steps[None]:
+        """What one key has used in each step."""
+        for (limits, day, _), told in answers:
+            limits.hear(day, [totals for field, totals in told.items() if field != self._field])
+            yield
 
     def _take(self) -> None:
         """Sort waiting events by stream, as many as one exchange takes."""

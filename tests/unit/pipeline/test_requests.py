@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from proxy.chat.chat import GENERATE, RESPONSES
 from proxy.fleet.worker import Worker
 from proxy.http import token_limits
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Silent, Stale, Unreachable
@@ -379,6 +380,8 @@ class Leaving(Said):
         return await super().next_chunk()
 
 
+IMAGE, BYTES = "A" * 400, (b"content-type", b"application/octet-stream")
+
 # Its limits, its path, what workers say, and what counts: P, the estimate of its prompt, and so many tokens.
 CHARGED: dict[str, tuple[dict[str, Any], str, list[Any], str, int]] = {
     "all that the usage says": ({}, CHAT, [Said(200, TOLD, headers=[JSON, *WORKERS])], "", 307),
@@ -386,12 +389,17 @@ CHARGED: dict[str, tuple[dict[str, Any], str, list[Any], str, int]] = {
     "what is computed": ({"count": "computed"}, CHAT, [Said(200, TOLD)], "", 140),
     "the answer": ({"count": "output"}, CHAT, [Said(200, TOLD)], "", 7),
     "embeddings": ({}, "/v1/embeddings", [Said(200, TOLD)], "", 307),
+    "embeddings as bytes, which tell nothing": ({}, "/v1/embeddings", [Said(200, b"0", headers=[BYTES])], "P", 50),
+    "token ids: what their sampling parameters say": ({}, GENERATE, [Said(200, UNTOLD)], "P", 60),
+    "a batch of chats whose client leaves": ({}, CHAT + "/batch", [Leaving(200, b"{", GONE)], "P", 50),
+    "what goes on in the background": ({}, RESPONSES, [Leaving(200, DELTA, GONE, headers=SSE)], "P", 2 * 8192),
     "nothing where no token is computed": ({}, "/tokenize", [Said(200, UNTOLD)], "", 0),
     "a whole answer without usage: what it may have": ({}, CHAT, [Said(200, UNTOLD)], "P", 50),
     "a stream that tells it, since it is asked to": ({}, CHAT, [Leaving(200, DELTA, LAST, DONE, headers=SSE)], "", 307),
     "a stream without usage: its events": ({}, CHAT, [Leaving(200, DELTA + DELTA, DONE, headers=SSE)], "P", 3),
     "one whose client leaves": ({}, CHAT, [Leaving(200, DELTA, DELTA, GONE, headers=SSE)], "P", 2),
     "one whose client leaves before it begins": ({}, CHAT, [Leaving(200, GONE, headers=SSE)], "P", 0),
+    "nothing that is not told is cached": ({"count": "computed"}, CHAT, [Leaving(200, GONE, headers=SSE)], "P", 0),
     "a whole answer whose client leaves: what it may have": ({}, CHAT, [Leaving(200, b"{", GONE)], "P", 50),
     "one request, however often it is sent": ({}, CHAT, [Unreachable("no"), Said(200, TOLD)], "", 307),
     "no error": ({}, CHAT, [Said(400, b"{}")], "", 0),
@@ -402,11 +410,17 @@ CHARGED: dict[str, tuple[dict[str, Any], str, list[Any], str, int]] = {
 async def test_what_counts_at_a_key_with_limits_in_tokens(scene_of, tmp_path, monkeypatch, name):
     monkeypatch.setattr(token_limits, "time", SimpleNamespace(time=lambda: 86_390.0))
     limits, path, script, of_prompt, tokens = copy.deepcopy(CHARGED[name])
-    (tmp_path / "keys").write_text(entry("ann", tokens_per_minute=1000, tokens_per_day=900, **limits))
+    (tmp_path / "keys").write_text(
+        entry("ann", tokens_per_minute=1000, tokens_per_day=900, share="s", **limits) + entry("bob", share="s")
+    )
     scene = await scene_of(api_keys=tmp_path / "keys", ask_usage=False)
     is_stream, says_usage = STREAM in getattr(script[-1], "headers", ()), TOLD in getattr(script[-1], "pieces", ())
-    body = {**chat("Tide?"), "input": "x", "stream": is_stream, "max_tokens": 25, "n": 2}
-    scene.upstream.script, headers, counted = [*script], [], tokens + len(of_prompt) * round(len(json.dumps(body)) / 4)
+    body = {**chat("Tide?"), "input": "x", "stream": is_stream, "max_tokens": 25, "n": 2, "background": True}
+    body["messages"].append({"role": "user", "content": [{"type": "image_url", "image_url": {"url": IMAGE}}]})
+    body["sampling_params"] = {"max_tokens": 20, "n": 3}
+    await scene.post(Said(200, UNTOLD), body=body, path=path, **bearer("bob"))  # so it may be in a cache
+    estimate = round((len(json.dumps(body)) - len(IMAGE) * (path == CHAT)) / 4)
+    scene.upstream.script, headers, counted = [*script], [], tokens + len(of_prompt) * estimate
     script[-1].client = client = scene.own.opened(body, path, **bearer("ann"))
 
     async def read() -> None:
@@ -416,8 +430,9 @@ async def test_what_counts_at_a_key_with_limits_in_tokens(scene_of, tmp_path, mo
     reading = asyncio.create_task(read())
     await client.task
     reading.cancel()
-    assert is_stream is (b"include_usage" in scene.upstream.sent[-1].body)
-    assert [window.own for window in scene.own.gateway.keys.limited["ann"].now()] == [counted, counted]
+    assert (is_stream and path == CHAT) is (b"include_usage" in scene.upstream.sent[-1].body)
+    windows = scene.own.gateway.keys.limited["ann"].now()
+    assert [window.own for window in windows] == [min(counted, window.limit) for window in windows]
     left = dict(headers).get(REMAINING)
     own = [(LIMIT, b"900"), (REMAINING, left), (RESET, b"10s")] * bool(headers)
     assert [each for each in headers if b"ratelimit" in each[0] and each != WORKERS[1]] == own
@@ -566,3 +581,6 @@ async def test_a_session_token_leads_through_any_gateway_to_the_worker_that_answ
         worker.boot = "1.8e+09"
     await until(lambda: all("1.8e+09" in worker.boot for worker in other.gateway.pool.up))
     assert (await other.post(body, x_session_token=token)).headers["x-session-token"] != token
+    for worker in first.gateway.pool.workers[1:]:
+        worker.max_inflight = worker.inflight = 1
+    assert "x-session-token" in (await first.post(body, x_session_token="")).headers

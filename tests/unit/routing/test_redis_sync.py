@@ -340,14 +340,15 @@ class SharedLimits(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.redis, self.now, self.patch, self.loop = Redis(), 10.0 * DAY, pytest.MonkeyPatch(), VirtualTimeLoop()
+        self.redis, self.now, self.patch, self.loop = Redis(), 1000.0 * DAY, pytest.MonkeyPatch(), VirtualTimeLoop()
+        self.number = {per: self.now // seconds for per, (_, seconds) in WINDOWS.items()}  # of the one that is running
         self.patch.setattr(token_limits, "time", SimpleNamespace(time=lambda: self.now))
         self.patch.setattr(redis_sync, "Redis", self.redis)
         with TemporaryDirectory() as folder:
             (path := Path(folder, "keys")).write_text(entry("ann", tokens_per_minute=100, tokens_per_day=250))
             self.rings = [KeyRing(path, None) for _ in range(3)]
         self.gateways = [Gateway(keys=ring) for ring in self.rings]
-        self.open: list[list[tuple[Charge, int, float]]] = [[], [], []]  # with its estimate, and since when
+        self.open: list[list[tuple[Charge, int, dict[str, float]]]] = [[], [], []]  # with its estimate, and since when
         self.own, self.told, self.heard = ({per: [0, 0, 0] for per in WINDOWS} for _ in range(3))  # by gateway
 
     def teardown(self) -> None:
@@ -359,13 +360,14 @@ class SharedLimits(RuleBasedStateMachine):
         charge, estimate = Charge(self.rings[at].limited["ann"]), max(1, tokens + output)
         held = {per: min(estimate, limit) for per, (limit, _) in WINDOWS.items()}
         used = {per: self.own[per][at] + self.heard[per][at] + held[per] for per in WINDOWS}
-        if short := [seconds for per, (limit, seconds) in WINDOWS.items() if used[per] > limit]:
+        ends = {per: (self.number[per] + 1) * seconds for per, (_, seconds) in WINDOWS.items()}
+        if short := [ends[per] for per, (limit, _) in WINDOWS.items() if used[per] > limit]:
             with pytest.raises(KeyBusy, match=r"tokens a (minute|day) left") as refused:
                 charge.hold(tokens, 0, output)
-            assert refused.value.retry_after == short[-1] - self.now % short[-1]
+            assert refused.value.retry_after == short[-1] - self.now
             return
         charge.hold(tokens, 0, output)
-        self.open[at].append((charge, estimate, self.now))
+        self.open[at].append((charge, estimate, {**self.number}))
         for per, (limit, _) in WINDOWS.items():
             self.own[per][at] += held[per]
             assert self.own[per][at] + self.heard[per][at] <= limit  # beyond it goes what it has not heard of
@@ -376,15 +378,17 @@ class SharedLimits(RuleBasedStateMachine):
             charge, estimate, since = self.open[at].pop(0)
             for _ in range(2):
                 charge.settle(tokens, 0, 0)
-            for per, (limit, seconds) in WINDOWS.items():
+            for per, (limit, _) in WINDOWS.items():
                 more = tokens - min(estimate, limit)
-                self.own[per][at] += more if since // seconds == self.now // seconds else max(0, more)
+                self.own[per][at] += more if since[per] == self.number[per] else max(0, more)
 
-    @rule(seconds=st.sampled_from([1, 20, MINUTE, DAY]))
+    @rule(seconds=st.sampled_from([-3 * DAY, -1, 1, 20, MINUTE, DAY]))
     def time_passes(self, seconds: int) -> None:
-        before, self.now = self.now, self.now + seconds
+        """Where a clock is set back, no window begins once more, unless it was wrong by more than that."""
+        self.now += seconds
         for per, (_, length) in WINDOWS.items():
-            if before // length != self.now // length:
+            if not 0 <= self.number[per] - self.now // length <= 1:
+                self.number[per] = self.now // length
                 self.own[per], self.told[per], self.heard[per] = [0, 0, 0], [0, 0, 0], [0, 0, 0]
 
     @rule(at=gateway, fails=st.sampled_from(["", "", "refused", "lost"]))
@@ -393,7 +397,7 @@ class SharedLimits(RuleBasedStateMachine):
         with pytest.raises(OSError) if fails else contextlib.nullcontext():  # noqa: PT011
             self.loop.run_until_complete(self.gateways[at].sync._share_use([*self.rings[at].limited.values()]))
         for per in WINDOWS if fails != "refused" else ():
-            self.told[per][at] = self.own[per][at]
+            self.told[per][at] = max(0, self.own[per][at])
         for per in WINDOWS if not fails else ():
             self.heard[per][at] = sum(self.told[per]) - self.told[per][at]
 
