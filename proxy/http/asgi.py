@@ -31,7 +31,7 @@ HOP_BY_HOP = frozenset(
 
 # Request headers that the gateway sets itself, or that only it and other trusted hops may send to a worker.
 RECOMPUTED = HOP_BY_HOP | frozenset(
-    b"content-length host expect x-request-id x-seamark-outcome x-seamark-boundaries".split()
+    b"content-length host expect x-request-id x-seamark-outcome x-seamark-boundaries x-seamark-keep".split()
 )
 
 # A client's key is for the gateway alone; workers have a key of their own, if any.

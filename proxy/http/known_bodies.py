@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -65,6 +65,15 @@ def _is_half(known: KnownBody | None, raw: bytes) -> bool:
     return known is not None and 2 * len(known.begins) >= len(raw)
 
 
+def _beginnings(raw: bytes, owner: str | None) -> Iterator[bytes]:
+    """Hashes of a body's beginnings, each twice as long as the one before."""
+    hashed, start, end = xxh3_128((owner or "").encode()), 0, LEAST_BYTES
+    while end <= len(raw):
+        hashed.update(raw[start:end])
+        yield hashed.digest()
+        start, end = end, 2 * end
+
+
 class KnownBodies:
     """The last bodies of all API keys; bounded in bytes, the least recently used forgotten first."""
 
@@ -97,6 +106,14 @@ class KnownBodies:
                 self._in_vain[half] = True
         return read or self._read_whole(raw)
 
+    def forget(self, raw: bytes, owner: str | None, read: ReadBody) -> ReadBody:
+        """Nothing is to be known of a body that was just read."""
+        if read.known is not None:
+            self._bodies.pop(read.known, None)
+        for each in _beginnings(raw, owner):
+            self._in_vain.pop(each, None)
+        return read._replace(known=None)
+
     def _known_beginning(self, raw: bytes, owner: str | None) -> KnownBody | None:
         """The longest with which a body begins."""
         known = None
@@ -113,14 +130,10 @@ class KnownBodies:
 
         It takes longer, and pays unless it was in vain: there is room, or a known body that several rounds passed by.
         """
-        hashed, start, end = xxh3_128((owner or "").encode()), 0, LEAST_BYTES
         half, in_vain = b"", None
-        while end <= len(raw):
-            hashed.update(raw[start:end])
-            half = hashed.digest()
+        for half in _beginnings(raw, owner):
             in_vain = self._in_vain.get(half)
             self._in_vain[half] = bool(in_vain)
-            start, end = end, 2 * end
         has_room = self._bodies.currsize <= self._bodies.maxsize * 3 // 4
         pays = has_room or self._reads - min(each.used for each in self._bodies) > ROUNDS * len(self._bodies)
         return half if in_vain is False and pays else None

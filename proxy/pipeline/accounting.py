@@ -326,7 +326,7 @@ class Accounting(Part):
         for name, value in exchange.head.headers:
             if name == b"user-agent":
                 explanation.client = client_name(value)
-        if prompt.found is not None:
+        if prompt.found is not None and not exchange.keep:  # which is known until it has a slot
             explanation.lookup, explanation.boundaries = prompt.found.result, prompt.found.boundaries
         if exchange.is_over:
             explanation.status = exchange.reply.status

@@ -117,9 +117,10 @@ class Body(Struct, eq=False):
 
     def leave_nothing(self, head: Head, keep: str, salt: str) -> None:
         """Settle that; `salt`: one of its own, for what cannot be told or is not to find anything."""
-        is_told = head.endpoint in HINTED and flag(self.parsed.get("use_beam_search")) is False  # which drops `XARGS`
-        self.keep = "no" if is_told else ""
-        if keep == "private" or not is_told:
+        xargs = self.parsed.get(XARGS)  # which a beam search drops
+        is_told = head.endpoint in HINTED and flag(self.parsed.get("use_beam_search")) is False
+        self.keep = "no" if is_told and (xargs is None or isinstance(xargs, dict)) else ""
+        if keep == "private" or not self.keep:
             self.parsed["cache_salt"] = self.put["cache_salt"] = salt
         if head.endpoint == RESPONSES:
             self.parsed["store"] = self.put["store"] = False
@@ -340,7 +341,7 @@ class Exchange(Struct, eq=False):
         """Take in its body, parsed. Raises as `Body.take`."""
         self.body.parsed = parsed
         self.ask()
-        self.keep = stricter(self.keep, _keep_in(parsed), "vllm_xargs.seamark_keep")
+        self.keep = stricter(self.keep, keep_in(parsed), "vllm_xargs.seamark_keep")
         self.body.take(parsed, self.head, asks_usage)
         key = self.head.key
         if self.keep:
@@ -385,8 +386,8 @@ def stricter(keep: str, given: Any, where: str) -> str:
     return max(keep, str(given), key=STRICTER.index)
 
 
-def _keep_in(parsed: Mapping[str, Any]) -> Any:
-    """What a body says of it, as engines are told."""
+def keep_in(parsed: Mapping[str, Any]) -> Any:
+    """What a body says of it, as engines are told; "" if nothing."""
     params = parsed.get("sampling_params")
     for told in (parsed.get(XARGS), params.get("extra_args") if isinstance(params, dict) else None):
         if isinstance(told, dict) and KEEP in told:
@@ -465,8 +466,10 @@ def exchange_of(
     charge = Charge(key.limits) if key is not None and key.limits is not None else None
     reply = Reply(scope.get(asgi.SERVED), receive, _send=send or _nowhere, _timings=timings, charge=charge)
     exchange = Exchange(head, Body(raw), reply, reply, request_id, timings=timings)
-    given = (asgi.header(scope, KEEP_HEADER) or "").strip().lower()
-    exchange.keep = stricter(key.entry.keep or "" if key is not None else "", given, KEEP_HEADER.decode())
+    exchange.keep = key.entry.keep or "" if key is not None else ""
+    given = b",".join(value for name, value in scope["headers"] if name == KEEP_HEADER)  # be it sent twice
+    for each in given.decode("latin-1").lower().split(","):
+        exchange.keep = stricter(exchange.keep, each.strip(), KEEP_HEADER.decode())
     if endpoint == "other":
         exchange.ask()
     return exchange

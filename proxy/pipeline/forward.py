@@ -112,6 +112,7 @@ class ResponseRelay:
             *(asgi.unencoded(head.headers) if is_read else head.headers),
             id_header(exchange.engine_id),
             ASK_FOR_OUTCOME,
+            *([(KEEP_HEADER, exchange.keep.encode())] if exchange.keep else ()),  # for a worker that is a gateway
             *(self._upstream.own_headers if head.key is not None else ()),
         ]
         transfer = None

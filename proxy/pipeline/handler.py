@@ -24,13 +24,13 @@ from proxy.http.asgi import BodyHold, BodyMemory
 from proxy.http.auth import ADMIN_OF_WORKERS, KeyRing
 from proxy.http.client import Broken, Unreachable, Upstream
 from proxy.http.form_body import is_form, read_form, refuse_urlencoded
-from proxy.http.json_body import KEEP, as_utf8
+from proxy.http.json_body import as_utf8
 from proxy.http.known_bodies import KnownBodies
 from proxy.idle_work import IdleWork
 from proxy.pipeline import error_responses
 from proxy.pipeline.accounting import Accounting
 from proxy.pipeline.adapter_changes import AdapterChanges
-from proxy.pipeline.exchange import CLIENT_GONE, KEEP_HEADER, Exchange, Reply, exchange_of, id_header, target_of
+from proxy.pipeline.exchange import CLIENT_GONE, Exchange, Reply, exchange_of, id_header, keep_in, target_of
 from proxy.pipeline.prompt_reader import PromptReader
 from proxy.settings import Settings
 
@@ -90,7 +90,7 @@ class BodyReader:
         if not hinted:
             cannot_be_told = is_form(head.headers) or not _OBJECT.match(body.raw) or head.path in auth.UNSALTED
             if exchange.keep and body.raw.strip() and cannot_be_told:
-                raise errors.BadRequest(CANNOT_BE_TOLD, KEEP_HEADER.decode())
+                raise errors.BadRequest(CANNOT_BE_TOLD, "x-seamark-keep")
             if is_form(head.headers):
                 exchange.model = await self._idle.finish(read_form(head.headers, body.raw))
                 return None
@@ -102,14 +102,15 @@ class BodyReader:
             await self.turn()
         try:
             raw = as_utf8(body.raw)
-            may_know = hinted and not exchange.keep and KEEP.encode() not in raw
-            read = self._known.read(raw, head.owner, is_chat=may_know)
+            read = self._known.read(raw, head.owner, is_chat=hinted and not exchange.keep)
         except errors.BadRequest as error:
             # The worker judges it, unless the worker might read what is refused here.
             must_be_read = exchange.keep or (head.key is not None and head.is_json)
             if hinted or isinstance(error, errors.TooComplex) or must_be_read:
                 raise
             return None
+        if keep_in(read.parsed) != "":
+            read = self._known.forget(raw, head.owner, read)
         body.raw, body.memory, body.known = raw, read.memory, read.known
         held.take(body.memory.size)
         name = read.parsed.get("request_id")

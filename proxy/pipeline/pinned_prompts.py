@@ -288,7 +288,9 @@ class PinnedPrompts(Part):
 
     async def _ask(self, prompt: PinnedPrompt, worker: Worker, *, pin: bool) -> str:
         scope = {"method": "POST", "path": CHAT, "query_string": b"", "headers": []}
-        key = replace(prompt.key, salt=prompt.salt or "") if prompt.key is not None else None
+        key = prompt.key
+        if key is not None:  # what is pinned is kept, and let go under the salt that it was pinned with
+            key = replace(key, salt=prompt.salt or "", entry=key.entry.model_copy(update={"keep": None}))
         exchange = exchange_of(scope, prompt.raw, prompt.name, key)
         body, parsed = exchange.body, parse_object(prompt.raw, *self._limits)
         body.memory = memory_of(parsed, len(prompt.raw), self._most_values)

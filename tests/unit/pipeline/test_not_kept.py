@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from tests.harness.api_keys import bearer, entry
 from tests.harness.gateways import CHAT, chat
 from tests.harness.in_memory_gateway import InMemoryGateway, learnt, told
 from tests.harness.recording_worker import RecordingWorker
+from tests.harness.waiting import until
 
 LONG = "All vessels in the roads keep to the east. " * 500  # so long that bodies are remembered
 
@@ -33,7 +35,10 @@ ROWS = {
     "a key": Row(key="careful"),
     "a key is stricter than its client": Row("no", "private", salted=True, said="private"),
     "a client is stricter than its key": Row("private", "careful", salted=True, said="private"),
+    "a header, twice": Row("no, Private", salted=True, said="private"),
+    "a header that is empty once": Row(", no"),
     "a trusted hop": Row(xarg="no"),
+    "arguments that are no object": Row("no", fields={"vllm_xargs": []}, told=None, salted=True),
     "a header is stricter than a body": Row("private", xarg="no", salted=True, said="private"),
     "an engine that cannot be told": Row("no", keep="", salted=True),
     "a beam search, which tells no engine": Row("no", fields={"use_beam_search": True}, told=None, salted=True),
@@ -54,7 +59,7 @@ def held(own: InMemoryGateway) -> list[int]:
     """What the gateway knows of prompts, by place."""
     gateway, reader = own.gateway, own.gateway.reader
     assert gateway.response_cache is not None
-    texts = (reader.learner.held, reader.recent.held, reader.stored.held, reader.bodies.held, gateway.shadow.held)
+    texts = (reader.held, len(reader.bodies._in_vain), gateway.shadow.held)
     return [*texts, len(gateway.prefix_index), len(gateway.warmup), len(gateway.response_cache.answers)]
 
 
@@ -70,6 +75,7 @@ async def test_nothing_is_known_of_what_may_not_be_kept(in_memory, tmp_path, row
     body: Any = chat("Tide?", system=LONG, temperature=0, **row.fields)
     body |= {"input": body["messages"]} if row.path == "/v1/responses" else {}
     body |= {"vllm_xargs": {"a": 1, "seamark_keep": row.xarg}} if row.xarg is not None else {}
+    body = json.dumps(body).replace("seamark_keep", "seam\\u0061rk_keep").encode()
     body = b"RIFF" if "audio" in row.path else body
     headers = bearer(row.key) | ({"x-seamark-keep": row.header} if row.header is not None else {})
     for _ in range(2):
@@ -82,7 +88,9 @@ async def test_nothing_is_known_of_what_may_not_be_kept(in_memory, tmp_path, row
     assert answer.headers.get("x-seamark-keep") == row.said
     sent = [request.fields for each in workers for request in each.requests if request.path == row.path]
     salts = {each["cache_salt"] for each in sent}
-    assert {each.get("vllm_xargs", {}).get("seamark_keep") for each in sent} == {row.told}
+    assert {(each.get("vllm_xargs") or {}).get("seamark_keep") for each in sent} == {row.told}
+    heads = {request.header(b"x-seamark-keep").decode() for each in workers for request in each.requests}
+    assert heads == {row.said or ""}  # for a gateway that stands behind this one
     if row.said is None:
         assert held(own) != before and len(salts) == 1
         return
@@ -94,3 +102,16 @@ async def test_nothing_is_known_of_what_may_not_be_kept(in_memory, tmp_path, row
     if row.path == CHAT:
         told_of_it = (await own.get(f"/seamark/requests/{answer.headers['x-request-id']}", **bearer("root"))).json()
         assert (told_of_it["keep"], told_of_it["boundaries"], told_of_it["reason"]) == (row.said, [], "hit")
+
+
+async def test_a_request_that_waits_for_a_slot_in_vain_leaves_no_more(in_memory):
+    worker = RecordingWorker(keep="told")
+    own = await in_memory(worker, max_inflight=1, queue_timeout=0.2)
+    await learnt(own)
+    worker.hold.set()
+    first = own.opened(chat("Whose turn?"))
+    await until(lambda: worker.requests)
+    answer = await own.post(chat("Tide?"), x_seamark_keep="no")
+    first.leave()
+    said = (await own.get(f"/seamark/requests/{answer.headers['x-request-id']}")).json()
+    assert (said["status"], said["keep"], said["boundaries"]) == (503, "no", [])

@@ -153,16 +153,18 @@ async def test_with_keys_it_is_an_operators_and_one_groups(in_memory, worker, tm
 
 async def test_what_is_pinned_for_a_key_moves_with_it_to_another_group(in_memory, worker, tmp_path: Path):
     keys, admin = tmp_path / "keys.toml", bearer("root")
-    keys.write_text(entry("ann") + entry("bob", share="team") + entry("root", admin=True))
+    keys.write_text(entry("ann", keep="private") + entry("bob", share="team") + entry("root", admin=True))
     own = await in_memory(worker, api_keys=keys)
     assert (await pin(own, headers=admin, key="ann")).status_code == 200
     ((old, prompt),) = worker.engine.pinned
-    keys.write_text(entry("ann", share="team") + entry("bob", share="team") + entry("root", admin=True) + "\n")
+    keys.write_text(
+        entry("ann", keep="private", share="team") + entry("bob", share="team") + entry("root", admin=True) + "\n"
+    )
     own.gateway.read_files()
     await until(lambda: pinned(worker) == 1 and worker.engine.pinned[0][0] != old)
     await own.post(chat("Ebb?"), "/v1/chat/completions", **bearer("bob"))
     assert worker.engine.pinned == [(json.loads(worker.requests[-1].body)["cache_salt"], prompt)]
-    keys.write_text(entry("ann", share="others") + entry("root", admin=True))
+    keys.write_text(entry("ann", keep="private", share="others") + entry("root", admin=True))
     own.gateway.read_files()
     removed = await own.client.delete(f"{PATH}/rules", headers=admin)
     assert (removed.status_code, removed.json()["workers"]) == (200, {worker.url.split("://")[1]: "released"})
