@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import pytest
 from packaging.requirements import Requirement
 
-from proxy.bench.menu import BENCHMARKS
 from proxy.cli import INSTALL_GATEWAY
 from proxy.version import version
 from tests.harness.helm import render
@@ -214,7 +213,6 @@ def test_each_command_names_in_one_line_what_is_missing_and_what_installs_it(env
     lines = typical(tmp_path)
     assert lines.keys() == set(COMMANDS)
     asked = {name: lines[name] for name in lacking}
-    asked |= {f"bench {name}": ["bench", name] for name in BENCHMARKS if name != "mine"}  # which asks a stack that runs
     ended = run_in(request.getfixturevalue(environment), *asked.values())
     for name, (_, status, out, err) in zip(asked, ended, strict=True):
         if name == "key":  # needs nothing
