@@ -132,6 +132,7 @@ def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
             if in_pass and settings.fan_out():
                 checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
             _tell_vllm(self, recurrent, in_pass)
+            warn_of_a_short_cache(self, specs)
             mamba = getattr(self.vllm_config, "mamba_config", None)
             warn_of_narrow_states(specs, at_random=bool(getattr(mamba, "enable_stochastic_rounding", False)))
             logger.info(
@@ -323,11 +324,34 @@ def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool)
 
 def _most_pinned(scheduler: Any, share: float) -> int:
     """Blocks that pins may hold: a `share` of the cache, or what the longest request leaves."""
-    config, manager = scheduler.vllm_config, scheduler.kv_cache_manager
-    specs = [group.kv_cache_spec for group in manager.kv_cache_config.kv_cache_groups]
-    longest: int = sum(-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs)
-    usable: int = manager.block_pool.num_gpu_blocks - 1  # one is vLLM's null block
-    return max(0, min(int(share * usable), usable - longest))
+    usable = _usable_blocks(scheduler)
+    return max(0, min(int(share * usable), usable - _longest_blocks(scheduler)))
+
+
+def _usable_blocks(scheduler: Any) -> int:
+    """Blocks of the cache; one more is vLLM's null block."""
+    blocks: int = scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    return blocks - 1
+
+
+def _longest_blocks(scheduler: Any) -> int:
+    """Blocks that vLLM wants a cache to have for the longest request; it counts the null block with the cache's."""
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups]
+    return sum(-(-spec.max_memory_usage_bytes(scheduler.vllm_config) // spec.page_size_bytes) for spec in specs)
+
+
+def warn_of_a_short_cache(scheduler: Any, specs: Iterable[Any]) -> None:
+    """Say so if vLLM admits prompts that it can never hold; `specs` are those of the recurrent layers."""
+    exported = sum(spec.num_prefill_checkpoint_blocks for spec in specs)  # counted, and used only if they are free
+    needed, usable = _longest_blocks(scheduler) - exported, _usable_blocks(scheduler)
+    if needed > usable:
+        longest, block = scheduler.max_model_len, scheduler.block_size
+        logger.warning(
+            "seamark: a prompt of nearly --max-model-len %d tokens takes %d cache blocks, and vLLM has %d to give. It "
+            "admits such a prompt, begins it again and again, and holds up all behind it (vllm#52520): "
+            "--max-model-len %d fits",
+            *(longest, needed, usable, (-(-longest // block) - 1) * block),
+        )
 
 
 def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:

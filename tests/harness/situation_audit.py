@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from vllm.utils.math_utils import cdiv
+
 from engine_patches.scheduler.cache_keys import key_at
 from tests.harness.audit import Scene
 from tests.harness.audited_core import Core
@@ -81,6 +83,8 @@ PROMPTS: dict[str, tuple[dict[str, int], list[tuple[list[int], list[int] | None]
     "a budget below the match unit": ({"budget": 10}, [(HEAD[:70], [32, 64])]),
     "a boundary at and around the prompts end": ({}, [(HEAD[:length], [128]) for length in (127, 128, 129)]),
     "boundaries at and around a block edge": ({}, [(own(number, 100), [62 + number]) for number in (1, 2, 3)]),
+    # vLLM computes the last token, so the state at 128 is behind what may be found (LMCache#5249).
+    "a prompt whose end is cached": ({}, [(HEAD[:length], [128]) for length in (128, 129, 128)]),
     "the same prompt again": ({}, [(HEAD[:130], [100])] * 2),
     "a conversation moves on": ({}, [(turn, [100, len(turn) - 4]) for turn in _TURNS]),
     # A turn's end alone: the last whole block is kept as without a hint, and the second request shows the rest.
@@ -270,6 +274,42 @@ def the_cache_is_emptied_while_a_step_writes_states(core):
     core.forget_sampled("a")
     core.run()
     return {"emptied": emptied, **shown(core, a)}
+
+
+@situation(budget=64)
+def the_cache_is_to_be_emptied_while_a_request_runs(core):
+    """vLLM then answers `{"success": false}` (vllm#46893), and all is found as before."""
+    a = core.request("a", HEAD[:130], [40])
+    core.step()
+    emptied = core.reset()
+    core.run()
+    return {"emptied": emptied, **shown(core, a, *_run_all(core, [(HEAD[:130], [40])]))}
+
+
+@situation(budget=60)
+def three_prompts_at_once_and_a_budget_below_a_block(core):
+    """Each moves on by what is left of the budget, if not by a block (vllm#45414, vllm#47272)."""
+    requests = [core.request(name, own(number, 158), [84, -4]) for number, name in enumerate("abc", 1)]
+    core.run()
+    return shown(core, *requests, *_run_all(core, [(own(1, 150), [84])]))
+
+
+@situation(export=False, longest=1024)
+def a_prompt_as_long_as_the_model_takes_and_a_cache_as_small_as_vllm_takes(core):
+    """One of its blocks is never given out, so vLLM begins such a prompt again for ever (vllm#52520)."""
+    config, groups = core.scheduler.vllm_config, core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    least = sum(cdiv(spec.max_memory_usage_bytes(config), spec.page_size_bytes) for spec in specs)
+    found = {}
+    for name, more in (("as small", 0), ("one block more", 1)):
+        taken = core.pool.get_new_blocks(core.pool.get_num_free_blocks() - (least + more - 1))
+        request = core.request(name, own(more, 1023), [500, 900])
+        for _ in range(50):
+            core.step()
+        found[name] = "answered" if request.is_finished() else "begun again and again"
+        core.abort(name)
+        core.pool.free_blocks(taken)
+    return found
 
 
 @situation()

@@ -171,6 +171,19 @@ def made(model: Path) -> Iterator[Callable[..., Core]]:
         yield lambda **options: Core(str(model), **options)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("blocks", "longest", "named"), [(20, 1024, 960), (20, 960, None), (21, 1024, None)])
+def test_a_cache_that_cannot_hold_the_longest_prompt_is_named_with_the_length_that_it_holds(
+    made, engine_log, blocks, longest, named, overlap
+):
+    core = made(blocks=blocks, longest=longest, export=False, overlap=overlap)
+    request = core.request("long", range(longest - 1), [500])
+    for _ in range(50):
+        core.step()
+    assert request.is_finished() == (named is None) and core.errors == []
+    assert [f"--max-model-len {named} fits" in line for line in engine_log.messages] == [True] * (named is not None)
+
+
 def test_states_lie_where_a_kernels_chunks_end_if_they_are_written_inside_a_pass(made, monkeypatch):
     monkeypatch.setenv(settings.CHUNK_ENDS, "1")
     cores = [made(writes_in_forward=each).scheduler for each in (True, False)]
