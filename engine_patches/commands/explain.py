@@ -145,7 +145,7 @@ def cost_of(config: Any) -> StateCost:
     layers = recurrent_layers(text, kinds)
     if not layers or not attention:
         raise CannotExplain(f"{config.model_config.model} is no hybrid: it has no states to keep beside a KV cache")
-    layers_of_cache = stand_ins(config, layers, attention)
+    layers_of_cache = stand_ins(config, layers, attention + head_layers(config))
     config.compilation_config.static_forward_context.update(layers_of_cache)
     current_platform.update_block_size_for_backend(config)
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers_of_cache.items()}
@@ -193,6 +193,14 @@ def cost_of(config: Any) -> StateCost:
     )
 
 
+def head_layers(config: Any) -> int:
+    """Attention layers of an MTP head, which are as the model's own; 0 for any other head, whose layers differ."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.method != "mtp" or families.compression_in(config.model_config.hf_text_config) > 1:
+        return 0
+    return int(getattr(drafts.draft_model_config.hf_config, "n_predict", None) or 0)
+
+
 def _block_bytes(group: Any) -> int:
     """Of one block, all layers of a cache group."""
     spec = group.kv_cache_spec
@@ -205,7 +213,7 @@ def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> I
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     drafts = config.speculative_config
-    if drafts is not None and drafts.draft_model_config is not None:
+    if drafts is not None and drafts.draft_model_config is not None and not head_layers(config):
         yield "what the draft head caches of its own is not in these numbers: blocks hold fewer tokens beside it"
     if config.cache_config.cache_dtype.endswith("_ds_mla"):
         yield f"{config.cache_config.cache_dtype} packs a token's row to a size that depends on the GPU: blocks differ"
@@ -229,6 +237,10 @@ def _gpu_kernels() -> Iterator[None]:
     class WithGpuKernels(type(vllm.platforms.current_platform)):  # type: ignore[misc]
         check_and_update_config: Any = classmethod(Platform.check_and_update_config.__func__)
         update_block_size_for_backend: Any = classmethod(Platform.update_block_size_for_backend.__func__)
+
+        @classmethod
+        def support_static_graph_mode(cls) -> bool:
+            return True
 
         @classmethod
         def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
@@ -335,7 +347,7 @@ def pool_rows(cost: StateCost, blocks: int, share: float) -> Iterator[tuple[str,
     """What a cache of so many blocks is good for, as lines of the report."""
     at_once = f"{blocks / cost.request_blocks:.2f} requests of {cost.max_model_len:,} tokens"
     yield "at once", f"{at_once}: {cost.request_blocks:,} of {blocks:,} blocks each"
-    lengths = [length for length in LENGTHS if length < cost.max_model_len] or [cost.max_model_len]
+    lengths = [length for length in LENGTHS if length <= cost.max_model_len] or [cost.max_model_len]
     warm = ", ".join(f"{cost.warm(blocks, share, length):,} of {length:,} tokens" for length in lengths)
     yield "stay warm", f"conversations with a state each: {warm}"
     if cost.max_num_seqs:
