@@ -52,6 +52,12 @@ DEFAULT_BYTES = 32 << 30
 # Which states are stored: those that a request has come back to, and pinned ones; or each, as soon as it is written.
 USED, ALL = "used", "all"
 
+# LMCache#4247, #4492: states of a hybrid that do not belong to the rows that they were loaded with.
+CORRUPT = (
+    "where LMCache was made to serve hybrids, answers were corrupt and nothing was logged: "
+    "38 of 38 after a restart (LMCache#4492), others behind a shared prefix (LMCache#4247)"
+)
+
 UNKNOWN = "is not known to leave alone the blocks that a pass writes states into"
 
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
@@ -193,13 +199,15 @@ def _lane_of(transfer: Mapping[str, Any], on_cpu: bool) -> tuple[ConnectorLane, 
     if transfer["kv_connector"] == OWN and transfer.get("kv_connector_module_path") == OWN_MODULE:
         return ConnectorLane.INSIDE, ""
     # A module of one's own may hold a class of any name.
-    known = None if transfer.get("kv_connector_module_path") else CONNECTORS.get(str(transfer["kv_connector"]))
-    if known is ConnectorLane.NOT_SERVED and not (transfer["kv_connector"] == LMCACHE_MP and _lmcache_has_its_own()):
-        return known, "knows caches of one kind only, and vLLM cannot serve hybrid models through it"
+    name = str(transfer["kv_connector"])
+    known = None if transfer.get("kv_connector_module_path") else CONNECTORS.get(name)
+    if known is ConnectorLane.NOT_SERVED and not (name == LMCACHE_MP and _lmcache_has_its_own()):
+        why = "knows caches of one kind only, and vLLM cannot serve hybrid models through it"
+        return known, f"{why}; {CORRUPT}" if name.startswith("LMCache") else why
     if known is ConnectorLane.NO_HINTS:
         return known, "puts values into the cache that nobody has computed"
     if known is not ConnectorLane.INSIDE:
-        return ConnectorLane.CHUNK_ENDS, UNKNOWN
+        return ConnectorLane.CHUNK_ENDS, f"{UNKNOWN}; {CORRUPT}" if name.startswith("LMCache") else UNKNOWN
     if (transfer.get("kv_connector_extra_config") or {}).get("bidirectional_kv_xfer"):
         return ConnectorLane.CHUNK_ENDS, f"with bidirectional_kv_xfer {UNKNOWN}"
     if transfer.get("kv_buffer_device") == "cpu" and not on_cpu:

@@ -8,6 +8,7 @@ many and as large as the configuration says.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ MIB, GIB = 1 << 20, 1 << 30
 
 EXAMPLE = 10 * GIB  # of cache, where nothing says how much there will be
 
+LENGTHS = (8_192, 32_768, 131_072)  # of conversations, in tokens
+
 FEW = 16  # states: fewer than so many shared prefixes and running conversations are soon found again by nobody
 
 SHOWN = {
@@ -68,6 +71,12 @@ class StateCost:
     match_unit: int
     inside: bool = True  # whether its states are written inside a pass, as far as the layers decide that
     notes: tuple[str, ...] = ()  # what these numbers leave out
+    max_model_len: int = 0
+    request_blocks: int = 0  # that vLLM wants for a request of that length before it starts; 0: not asked
+    caching_blocks: int = 0  # of these, what a request without prefix caching would not take
+    fits_itself: bool = False  # whether vLLM takes the largest `max_model_len` that it has room for
+    max_num_seqs: int = 0  # if vLLM starts only with a block for each of them
+    blocks: int | None = None  # by --num-gpu-blocks-override
 
     @property
     def displaced_tokens(self) -> int:
@@ -77,6 +86,17 @@ class StateCost:
     def states_in(self, memory: int, share: float = 1.0) -> int:
         """States that fit into a cache of `memory` bytes, if they may hold `share` of its blocks."""
         return int(share * (memory // self.block_bytes)) // self.state_blocks
+
+    def longest(self, blocks: int) -> int:
+        """The largest `max_model_len` with which vLLM starts on a pool of so many blocks; 0 if there is none."""
+        rows = -(-self.max_model_len // self.block_tokens) * self.attention_groups
+        left = blocks - 1 - (self.request_blocks - rows)  # one block is never handed out
+        return max(0, min(self.max_model_len, left // self.attention_groups * self.block_tokens))
+
+    def warm(self, blocks: int, share: float, tokens: int) -> int:
+        """Conversations of so many tokens that a pool holds, each with the state at its end."""
+        each = -(-tokens // self.block_tokens) * self.attention_groups + self.state_blocks
+        return min((blocks - 1) // each, int(share * blocks) // self.state_blocks)
 
 
 def configure(arguments: Sequence[str]) -> Any:
@@ -125,7 +145,7 @@ def cost_of(config: Any) -> StateCost:
     layers = recurrent_layers(text, kinds)
     if not layers or not attention:
         raise CannotExplain(f"{config.model_config.model} is no hybrid: it has no states to keep beside a KV cache")
-    layers_of_cache = stand_ins(config, layers, attention)
+    layers_of_cache = stand_ins(config, layers, attention + head_layers(config))
     config.compilation_config.static_forward_context.update(layers_of_cache)
     current_platform.update_block_size_for_backend(config)
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers_of_cache.items()}
@@ -142,6 +162,11 @@ def cost_of(config: Any) -> StateCost:
     of_states = [spec for spec in told_specs if isinstance(spec, MambaSpec)]
     # A ring of raw keys is each request's own, and as long for any length of it.
     of_rows = [spec for spec in told_specs if spec.prefix_cacheable and not isinstance(spec, MambaSpec)]
+    per_request = kv_cache_utils.get_max_concurrency_for_kv_cache_config(config, caches)  # of one block
+    resident = (-(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in of_states)
+    alone = (1 + spec.num_speculative_blocks for spec in of_states)
+    scheduler, graphs = config.scheduler_config, config.compilation_config.cudagraph_mode
+    bounded = graphs is not None and graphs.has_full_cudagraphs() and not config.model_config.enforce_eager
     has_cores = all(layer.core and (layer.on_rocm or not current_platform.is_rocm()) for layer in layers)
     cache = config.cache_config
     return StateCost(
@@ -159,7 +184,21 @@ def cost_of(config: Any) -> StateCost:
         match_unit=unit,
         inside=has_cores and runs_whole_steps(config),
         notes=tuple(_notes(config, layers, None if unit_given else unit)),
+        max_model_len=config.model_config.max_model_len,
+        fits_itself=config.model_config.original_max_model_len == -1,
+        request_blocks=round(1 / per_request),
+        caching_blocks=sum(resident) - sum(alone),
+        max_num_seqs=scheduler.max_num_seqs if bounded else 0,
+        blocks=cache.num_gpu_blocks_override,
     )
+
+
+def head_layers(config: Any) -> int:
+    """Attention layers of an MTP head, which are as the model's own; 0 for any other head, whose layers differ."""
+    drafts = config.speculative_config
+    if drafts is None or drafts.method != "mtp" or families.compression_in(config.model_config.hf_text_config) > 1:
+        return 0
+    return int(getattr(drafts.draft_model_config.hf_config, "n_predict", None) or 0)
 
 
 def _block_bytes(group: Any) -> int:
@@ -174,7 +213,7 @@ def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> I
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
     drafts = config.speculative_config
-    if drafts is not None and drafts.draft_model_config is not None:
+    if drafts is not None and drafts.draft_model_config is not None and not head_layers(config):
         yield "what the draft head caches of its own is not in these numbers: blocks hold fewer tokens beside it"
     if config.cache_config.cache_dtype.endswith("_ds_mla"):
         yield f"{config.cache_config.cache_dtype} packs a token's row to a size that depends on the GPU: blocks differ"
@@ -200,6 +239,10 @@ def _gpu_kernels() -> Iterator[None]:
         update_block_size_for_backend: Any = classmethod(Platform.update_block_size_for_backend.__func__)
 
         @classmethod
+        def support_static_graph_mode(cls) -> bool:
+            return True
+
+        @classmethod
         def get_attn_backend_cls(cls, selected_backend: Any, attn_selector_config: Any, num_heads: Any = None) -> str:
             mla = attn_selector_config.use_mla
             chosen = AttentionBackendEnum.TRITON_MLA if mla else AttentionBackendEnum.FLASH_ATTN
@@ -211,23 +254,47 @@ def _gpu_kernels() -> Iterator[None]:
         yield
 
 
-def memory_for_cache(config: Any) -> tuple[int, str] | None:
-    """Bytes of cache that the configuration leaves on each GPU, and where the number comes from; None if unknown."""
+def memory_for_cache(config: Any, cost: StateCost, given: int | None = None) -> tuple[int, str] | None:
+    """Bytes of cache that the configuration leaves on each GPU, and where the number comes from; None if unknown.
+
+    `given`: bytes of memory of a GPU, if it is not the one here.
+    """
     from vllm.platforms import current_platform
 
     cache = config.cache_config
+    if cost.blocks:
+        return cost.blocks * cost.block_bytes, "--num-gpu-blocks-override"
     if cache.kv_cache_memory_bytes:
         return cache.kv_cache_memory_bytes, "as configured"
-    weights = [file.stat().st_size for file in Path(config.model_config.model).glob("*.safetensors")]
-    if current_platform.is_cpu() or not weights:
+    drafts = config.speculative_config
+    models = {config.model_config.model}
+    if drafts is not None and drafts.draft_model_config is not None:
+        models.add(drafts.draft_model_config.model)
+    sizes = [weights_in(model) for model in models]
+    if not all(sizes) or (given is None and current_platform.is_cpu()):
         return None
     try:
-        total = current_platform.get_device_total_memory()
+        total = given or current_platform.get_device_total_memory()
     except Exception:  # NVML does not tell the memory that a GPU shares with the CPU
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    left = int(total * cache.gpu_memory_utilization) - sum(weights) // config.parallel_config.tensor_parallel_size
-    source = f"{cache.gpu_memory_utilization:.0%} of {_amount(total)} without the weights; activations need some"
-    return max(0, left), source
+    left = int(total * cache.gpu_memory_utilization) - sum(sizes) // config.parallel_config.tensor_parallel_size
+    share = f"{cache.gpu_memory_utilization:.0%} of {_amount(total)}"
+    return max(0, left), f"at most: {share} without the weights; activations need some"
+
+
+def weights_in(model: str) -> int:
+    """Bytes of a model's weights, as its folder or the Hugging Face cache here tells them; 0 if neither does."""
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json")
+        folder = Path(found).parent if isinstance(found, str) else folder
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        return int(index["metadata"]["total_size"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def report(
@@ -242,7 +309,8 @@ def report(
 
     `drafts`: method and number, empty without; `refusal`: of hints.
     """
-    size, source = memory or (EXAMPLE, "for example: --kv-cache-memory-bytes was not given")
+    unknown = "for example: give --kv-cache-memory-bytes, or --gpu-memory and a model whose weights are here"
+    size, source = memory or (EXAMPLE, unknown)
     kept, in_cache = cost.states_in(size, share), cost.state_blocks * cost.block_bytes
     tokens = size // cost.block_bytes // cost.attention_groups * cost.block_tokens
     recurrent = [f"{many} recurrent ({layer.kind.name})" for layer, many in cost.layers.items()]
@@ -262,6 +330,7 @@ def report(
         ("a state displaces", f"{cost.displaced_tokens:,} tokens of KV"),
         ("cache", f"{_amount(size)} ({source})"),
         ("which holds", f"{tokens:,} tokens of KV, or {cost.states_in(size):,} states"),
+        *(pool_rows(cost, size // cost.block_bytes, share) if cost.request_blocks else ()),
         ("states may take", f"{share:.0%} of it ({settings.STATE_SHARE}): {kept:,} states"),
         ("KV connector", ", ".join(connector.names)),
         ("drafts", drafts),
@@ -269,8 +338,34 @@ def report(
     ]
     yield cost.model
     yield from (f"  {name:<18}{value}" for name, value in rows if value)
-    for line in (*advice(cost, kept), *about(connector), *cost.notes):
+    stops = will_not_start(cost, size // cost.block_bytes) if memory else ()
+    for line in (*stops, *advice(cost, kept), *about(connector), *cost.notes):
         yield f"  * {line}"
+
+
+def pool_rows(cost: StateCost, blocks: int, share: float) -> Iterator[tuple[str, str]]:
+    """What a cache of so many blocks is good for, as lines of the report."""
+    at_once = f"{blocks / cost.request_blocks:.2f} requests of {cost.max_model_len:,} tokens"
+    yield "at once", f"{at_once}: {cost.request_blocks:,} of {blocks:,} blocks each"
+    lengths = [length for length in LENGTHS if length <= cost.max_model_len] or [cost.max_model_len]
+    warm = ", ".join(f"{cost.warm(blocks, share, length):,} of {length:,} tokens" for length in lengths)
+    yield "stay warm", f"conversations with a state each: {warm}"
+    if cost.max_num_seqs:
+        yield "--max-num-seqs", f"{blocks:,} at most, since vLLM wants a block for each"
+    tokens = cost.caching_blocks * cost.block_tokens // cost.attention_groups
+    if tokens:
+        yield "caching costs", f"{tokens:,} tokens of context: each request holds {cost.caching_blocks} blocks more"
+
+
+def will_not_start(cost: StateCost, blocks: int) -> Iterator[str]:
+    """What vLLM refuses once the weights are loaded (vllm#49064, #46778), and what it takes."""
+    more, fits = "more memory for the cache", cost.longest(blocks)
+    if cost.request_blocks > blocks - 1 and not (cost.fits_itself and fits):
+        cure = f"--max-model-len {fits} fits" if fits else more
+        length = f"--max-model-len {cost.max_model_len} wants {cost.request_blocks:,} blocks"
+        yield f"vLLM will not start: {length}, and {blocks - 1:,} can be had: {cure}"
+    if cost.max_num_seqs > blocks:
+        yield f"vLLM will not start: --max-num-seqs {cost.max_num_seqs} is more than its blocks: give {blocks} or less"
 
 
 def advice(cost: StateCost, kept: int) -> Iterator[str]:
@@ -320,8 +415,10 @@ def drafts_of(config: Any) -> str:
     return f"{config.speculative_config.method}, {config.num_speculative_tokens} tokens"
 
 
-def explained(arguments: Sequence[str], kernels: str) -> list[str]:
+def explained(arguments: Sequence[str], kernels: str, gpu_memory: int | None = None) -> list[str]:
     """What a command line of `vllm serve` would cost, as lines of text; `kernels`: `HERE`, or `GPU` as on one.
+
+    `gpu_memory`: bytes of each GPU, if it is not the one here.
 
     Raises `CannotExplain`.
     """
@@ -330,19 +427,20 @@ def explained(arguments: Sequence[str], kernels: str) -> list[str]:
         if kernels == GPU:
             config.device_config.device_type = "cuda"  # of which no question is asked before an engine starts
         connector = kv_connectors.decide(config)
-        cost, memory, share = cost_of(config), memory_for_cache(config), settings.state_share()
+        cost, share = cost_of(config), settings.state_share()
+        memory = memory_for_cache(config, cost, gpu_memory)
         lines = list(report(cost, memory, share, connector, drafts_of(config), refusal_of(config, cost)))
         if drafts_of(config) and config.device_config.device_type == "cpu":
             lines.append(f"  * {NO_DRAFTS_ON_A_CPU}")
     return lines
 
 
-def main(arguments: Sequence[str], kernels: str) -> int:
+def main(arguments: Sequence[str], kernels: str, gpu_memory: int | None = None) -> int:
     """Print what `explained` says; exit status 1 if that cannot be said."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")  # an error is said here, in one sentence
     plugin.register()
     try:
-        lines = explained(arguments, kernels)
+        lines = explained(arguments, kernels, gpu_memory)
     except CannotExplain as error:
         print(f"seamark worker: {error}", file=sys.stderr)
         return 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,6 +98,7 @@ def stand_ins(config: Any, layers: Mapping[RecurrentLayer, int], attention: int)
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
     from vllm.utils.torch_utils import get_kv_cache_torch_dtype
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.attention.selector import get_attn_backend
@@ -112,12 +114,17 @@ def stand_ins(config: Any, layers: Mapping[RecurrentLayer, int], attention: int)
         mamba_type: Any = None
 
         def __init__(self, layer: RecurrentLayer, state: Any) -> None:
-            self.mamba_type = MambaAttentionBackendEnum[layer.kind.backend]
+            self.kind, self.mamba_type = layer.kind, MambaAttentionBackendEnum[layer.kind.backend]
             self.state = state
 
         @property
         def is_kv_cache_tp_replicated(self) -> bool:
             return bool(self.state.tp_replicated)
+
+        def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+            spec = super().get_kv_cache_spec(vllm_config)
+            exports = self.kind is families.MAMBA2 and "get_kv_cache_spec" in vars(MambaMixer2)  # from 0.32 on
+            return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=1) if exports else spec
 
         def get_state_shape(self) -> Any:
             return self.state.shapes

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib import metadata
@@ -92,6 +93,7 @@ class CommandLine(NamedTuple):
     flags: list[str]  # of vLLM, as given
     config: Mapping[str, Any]  # what that file says
     explain: str | None  # "here", "gpu", or None to start a server
+    gpu_memory: int | None = None  # bytes, to explain what is not run here
 
 
 def read_command_line(argv: Sequence[str]) -> CommandLine:
@@ -101,7 +103,7 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     """
     parser = argparse.ArgumentParser(
         prog="seamark worker",
-        usage="seamark worker MODEL [--explain [gpu]] [any flag of `vllm serve`]",
+        usage="seamark worker MODEL [--explain [gpu] [--gpu-memory SIZE]] [any flag of `vllm serve`]",
         description="`vllm serve MODEL` with Seamark's patches and the flags they need.",
         epilog="`--help=all` lists vLLM's flags, which win over those that are set here: "
         f"{' '.join(NEEDED_FLAGS)} {MIDDLEWARE[0]}. Variables of the environment: SEAMARK_ENGINE=0 leaves vLLM "
@@ -124,6 +126,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         const="here",
         help="say what the model's states cost in memory, and start nothing; `gpu`: as on a GPU, on a machine without",
     )
+    memory = "memory of a GPU, as 96GiB, for --explain where it is not the one here"
+    parser.add_argument("--gpu-memory", metavar="SIZE", type=size, help=memory)
     parser.add_argument("--checkpoint-dir", metavar="DIR", help="directory that keeps states over restarts; none: none")
     parser.add_argument(
         "--checkpoint-bytes", metavar="N", type=int, default=DEFAULT_BYTES, help="of all files in it (%(default)s)"
@@ -143,6 +147,9 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     if explain not in (None, "here", "gpu"):  # a flag whose value may be left out takes the model for it
         flags.insert(0, explain)
         explain = "here"
+    if args.gpu_memory and explain is None:
+        parser.error("--gpu-memory goes with --explain; what vLLM takes of a GPU is --gpu-memory-utilization")
+    explain = "gpu" if args.gpu_memory else explain
     flags += given[split + 1 :]
     model: str | None = args.model
     if model is None and flags and not flags[0].startswith("-"):
@@ -166,7 +173,16 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
         parser.error(f"there is no {name}")
     if not name:
         parser.error("no model is named: seamark worker MODEL --flags-of-vllm (the model first, as in `vllm serve`)")
-    return CommandLine(model, flags, config, explain)
+    return CommandLine(model, flags, config, explain, args.gpu_memory)
+
+
+def size(text: str) -> int:
+    """Bytes, of a number with a unit. Raises `ArgumentTypeError`."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,3})?) ?([MGT])(i?)B?", text.strip(), re.ASCII | re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: give a number and a unit, as 96GiB or 128GB")
+    power = "MGT".index(found[2].upper()) + 2
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
 
 
 def flags_of(given: Sequence[str], config: Mapping[str, Any] = {}) -> dict[str, Any]:
@@ -276,7 +292,7 @@ def is_cpu_build() -> bool:
 
 def main(argv: list[str]) -> int:
     try:
-        model, given, config, explain = read_command_line(argv)
+        model, given, config, explain, gpu_memory = read_command_line(argv)
         on_cpu = is_cpu_build() and explain != "gpu"
     except ModuleNotFoundError as error:
         return _fail(f"{error.name} is not installed here: {INSTALL}")
@@ -301,7 +317,7 @@ def main(argv: list[str]) -> int:
     if explain:
         from engine_patches.commands import explain as explaining
 
-        return explaining.main(arguments, explain)
+        return explaining.main(arguments, explain, gpu_memory)
     return serve(arguments, str(flags.get("port", DEFAULT_PORT)))
 
 

@@ -208,6 +208,7 @@ async def examine(url: str, api_key: str | None, cures: Cures) -> list[Diagnosis
             Diagnosis(True, f"serves {model}"),
             Diagnosis(bool(vllm), f"vLLM {vllm or 'of no version: /version gives none'}"),
             *(_engine(metrics, cures, vllm or "") if is_read else ()),
+            *_pool(metrics, models[0].get("max_model_len"), cures),
             *_drafts(metrics),
         ]
         if frontend.name:
@@ -258,6 +259,15 @@ def _engine(metrics: WorkerMetrics, cures: Cures, vllm: str) -> Iterator[Diagnos
         cure = cures.flag("--prefix-match-unit 16", "or leave it out: the plugin sets it for hybrid models")
         # A finer one does not help where hints are refused, and stops a model whose layers are all attention.
         yield _right(bool(info.refused) or metrics.attention_only or info.match_unit <= 64, lengths, cure)
+
+
+def _pool(metrics: WorkerMetrics, longest: object, cures: Cures) -> Iterator[Diagnosis]:
+    """`longest`: a context, in tokens, as the worker tells it."""
+    if isinstance(longest, int) and metrics.blocks and metrics.at_once:
+        text = f"the cache has {metrics.blocks:,} blocks: {metrics.at_once:.1f} requests of {longest:,} tokens at once"
+        cure = cures.flag("--max-model-len N", "a smaller one: a prompt of that length is queued again for ever")
+        # One block is never handed out.
+        yield _right(round(metrics.blocks / metrics.at_once) < metrics.blocks, text, cure)
 
 
 # Hints beside speculative decoding, by their state in `seamark_engine_info`: whether that is fine.

@@ -34,6 +34,7 @@ SLEEP_LEVELS = {"awake": None, "weights_offloaded": 1, "discard_all": 2}
 
 MOST_CAUSE = 200  # characters of a cause that is shown in lines of logs and pages
 
+_RATIO = re.compile(r"\d{1,9}(?:\.\d{1,20})?", re.ASCII)
 _SIZE = re.compile(r"\d{1,15}", re.ASCII)
 
 # Where prefills that come over NIXL are checked.
@@ -126,6 +127,8 @@ class WorkerMetrics(NamedTuple):
     accepted: Accepted | None = None  # of all engines since their start; None: vLLM counts nothing here
     prefix_caching: bool | None = None  # None: not told
     block_size: int | None = None  # tokens that vLLM alone finds a multiple of; None: not told
+    blocks: int | None = None  # of its cache; None: not told
+    at_once: float = 0.0  # requests of the longest context that they hold; 0: not told
     attention_only: bool = False  # no layer is recurrent
     connector: str = ""  # as of `EngineInfo`, whatever the plugin's release
     lane: str = ""
@@ -157,6 +160,7 @@ def read(text: str) -> WorkerMetrics:
     caches = [sample.labels for sample in found[CACHE]]
     sizes = [_size(cache.get("kv_cache_size_tokens", "")) or 0 for cache in caches]
     cache = caches[-1] if caches else {}
+    at_once = cache.get("kv_cache_max_concurrency", "")
     return WorkerMetrics(
         boot,
         msgspec.convert(engine, EngineInfo, strict=False) if engines and not other_release else None,
@@ -171,6 +175,8 @@ def read(text: str) -> WorkerMetrics:
         Accepted(total(DRAFTS), total(ACCEPTED)) if found[DRAFTS] or found[ACCEPTED] or found[REQUESTS[0]] else None,
         {"True": True, "False": False}.get(cache.get("enable_prefix_caching", "")),
         _size(cache.get("block_size", "")),
+        _size(cache.get("num_gpu_blocks", "")),
+        float(at_once) if _RATIO.fullmatch(at_once) else 0.0,
         cache.get("mamba_block_size") == "None",  # vLLM sets it for recurrent layers
         engine.get("connector", ""),
         engine.get("lane", ""),

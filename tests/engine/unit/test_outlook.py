@@ -20,7 +20,7 @@ from engine_patches.kv_connectors import ConnectorLane
 from proxy.commands import families as known
 from proxy.commands import outlook, versions
 from proxy.commands.recipe_reader import read_recipe
-from tests.harness import families, flags_parser, recipe_models, recipes
+from tests.harness import families, flags_parser, pools, recipe_models, recipes
 from tests.harness.families import CHOSEN, DOCUMENT, VERSION, Source
 from tests.harness.recipe_models import CONFIGS, MODELS, PUBLISHED, Explained, write_models
 from tests.harness.versions import source_of
@@ -95,6 +95,11 @@ def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explain
     assert blocks == 64 * GIB // cost.block_bytes
     assert cost.states_in(64 * GIB) == blocks // cost.state_blocks
     assert f"{cost.displaced_tokens:,} tokens of KV" in text
+
+
+def test_the_documented_pools_of_a_spark_are_those_that_are_reckoned(explained):
+    text = pools.DOCUMENT.read_text()
+    assert text == pools.with_table(text, pools.table(explained)), "run: python -m tests.harness.pools"
 
 
 @pytest.mark.thorough  # vLLM inspects the class in a process

@@ -19,6 +19,7 @@ from proxy.commands import doctor, outlook, ways
 from proxy.commands.cures import Cures, release_line
 from proxy.commands.doctor import STATUS
 from proxy.commands.ways import FoundWay, Way, docker_inspect, find
+from proxy.fleet import worker_metrics
 from proxy.http.client import Broken, Silent, Unreachable
 from proxy.observability.shadow import shadow_lines
 from tests.harness.fake_engine import engine_info
@@ -440,3 +441,20 @@ def test_an_environment_tells_its_vllm_by_its_folders(python, version, tmp_path)
     for name in ("bin", "lib/python3.12/site-packages/vllm-0.30.1+cu130.dist-info", "other/b"):
         (tmp_path / name).mkdir(parents=True)
     assert ways.environment_version(python.format(tmp_path / "other" if "/b/" in python else tmp_path)) == version
+
+
+@pytest.mark.parametrize(
+    ("labels", "fine", "said"),
+    [
+        ('num_gpu_blocks="10",kv_cache_max_concurrency="1.1111111111111112"', True, "10 blocks: 1.1 requests of 1,024"),
+        ('num_gpu_blocks="10",kv_cache_max_concurrency="1.0"', False, "10 blocks: 1.0 requests of 1,024"),
+        ('num_gpu_blocks="10"', None, ""),
+        ('num_gpu_blocks="None",kv_cache_max_concurrency="None"', None, ""),
+    ],
+)
+def test_a_cache_with_no_room_for_the_longest_prompt_is_wrong(labels, fine, said):
+    metrics = worker_metrics.read(f"vllm:cache_config_info{{{labels}}} 1.0\n")
+    found = list(doctor._pool(metrics, 1024, Cures(FoundWay(Way.PIP))))
+    assert [each.fine for each in found] == ([] if fine is None else [fine])
+    assert said in "".join(each.text for each in found)
+    assert ("--max-model-len N" in "".join(each.cure for each in found)) is (fine is False)

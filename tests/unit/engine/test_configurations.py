@@ -334,6 +334,7 @@ def test_the_worst_of_several_connectors_counts(name):
         if decision.lane is ConnectorLane.NOT_SERVED:
             assert decision.reason.startswith(f"{name} knows caches of one kind")
             assert list(about(decision)) == [decision.reason]
+            assert ("38 of 38" in decision.reason) is name.startswith("LMCache")
     both = "ExampleConnector", "DecodeBenchConnector"
     assert decide_by(multi(*map(configured, both))).names == both
 

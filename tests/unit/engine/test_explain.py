@@ -54,6 +54,58 @@ toy
     )
 
 
+STARTS = replace(TOY, max_model_len=100_000, request_blocks=38, caching_blocks=4, max_num_seqs=100)
+
+
+def test_the_pool_is_told_before_the_start():
+    lines = list(explain.report(STARTS, (6000 * explain.MIB, "as configured"), 0.5))
+    assert (
+        "\n".join(lines[11:15])
+        == """\
+  at once           2.63 requests of 100,000 tokens: 38 of 100 blocks each
+  stay warm         conversations with a state each: 19 of 8,192 tokens, 7 of 32,768 tokens
+  --max-num-seqs    100 at most, since vLLM wants a block for each
+  caching costs     12,800 tokens of context: each request holds 4 blocks more"""
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "blocks", "said"),
+    [
+        ({}, 100, ""),
+        ({}, 39, "more than its blocks: give 39 or less"),
+        ({"max_num_seqs": 0}, 39, ""),
+        ({"max_num_seqs": 0}, 38, "wants 38 blocks, and 37 can be had: --max-model-len 99200 fits"),
+        ({"max_num_seqs": 0}, 7, "wants 38 blocks, and 6 can be had: more memory"),
+        ({"max_num_seqs": 0, "fits_itself": True}, 38, ""),
+        ({"max_num_seqs": 0, "fits_itself": True}, 7, "more memory"),
+    ],
+)
+def test_what_vllm_would_refuse_once_the_weights_are_loaded_is_told(changes, blocks, said):
+    cost = replace(STARTS, **changes)
+    stops = list(explain.will_not_start(cost, blocks))
+    assert len(stops) == bool(said) and said in "".join(stops)
+    fits = cost.longest(blocks)
+    if fits < cost.max_model_len:  # and not a block more
+        assert cost.request_blocks - (32 - fits // 3200) + 1 <= blocks or not fits
+        assert cost.request_blocks - (32 - fits // 3200) + 2 > blocks
+
+
+@pytest.mark.parametrize(
+    ("files", "size"),
+    [
+        ({}, 0),
+        ({"a.safetensors": "1234", "b.safetensors": "12", "c.bin": "1"}, 6),
+        ({"a.safetensors": "1234", "model.safetensors.index.json": '{"metadata": {"total_size": 99}}'}, 99),
+        ({"a.safetensors": "1234", "model.safetensors.index.json": '{"weight_map": {}}'}, 4),
+    ],
+)
+def test_the_size_of_weights_is_that_of_the_index_or_of_the_files(files, size, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert explain.weights_in(str(tmp_path)) == size
+
+
 TRIAL = "on trial at first, then beside the drafts (SEAMARK_DRAFTS=1: at once)"
 
 CUT = "states of these layers cost a pass each: one is kept only if a hit on it is worth that"
@@ -116,7 +168,7 @@ def test_a_draft_head_with_a_window_is_known_by_its_config_and_refused_unless_vl
 
 
 def test_what_is_explained_is_printed_and_what_cannot_be_is_said_in_one_line(monkeypatch, capsys):
-    def explained(arguments: list[str], kernels: str) -> list[str]:
+    def explained(arguments: list[str], kernels: str, gpu_memory: int | None) -> list[str]:
         if not arguments:
             raise CannotExplain("no hybrid")
         return [*arguments, kernels, f"registered {len(registered)}"]

@@ -84,6 +84,12 @@ def test_a_command_line_is_taken_apart(line, name, flags, explain):
     assert worker.read_command_line(line.split()) == worker.CommandLine(name, flags.split(), {}, explain)
 
 
+@pytest.mark.parametrize(("given", "size"), [("96GiB", 96 << 30), ("128GB", 128 * 10**9), ("1.5 tib", 3 << 39)])
+def test_the_memory_of_another_gpu_is_given_with_a_unit(given, size):
+    line = worker.read_command_line(["m", "--explain", "--gpu-memory", given])
+    assert (line.explain, line.gpu_memory) == ("gpu", size)
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -93,6 +99,8 @@ def test_a_command_line_is_taken_apart(line, name, flags, explain):
         ("m --config /no/where.yaml", "--config /no/where.yaml: "),
         ("""m --checkpoint-dir d --kv-transfer-config '{"kv_connector": "x"}'""", "leave --kv-transfer-config away"),
         ("m --checkpoint-keep some", "--checkpoint-keep"),
+        ("m --gpu-memory 96GiB", "--gpu-memory goes with --explain"),
+        ("m --explain --gpu-memory 0.9", "'0.9' is no size: give a number and a unit, as 96GiB"),
     ],
 )
 def test_what_cannot_be_started_ends_with_status_2(line, said, capsys):
@@ -233,7 +241,7 @@ def test_a_worker_becomes_vllm_with_its_flags(started, hybrid, by_file, tmp_path
     assert started.served == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "8005")]
     assert not started.explained
     assert worker.main([*name, *flags, "--explain=gpu"]) == 5 and worker.main([hybrid, *DRAFTING]) == 7
-    assert started.explained == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "gpu")]
+    assert started.explained == [([*name, *NEEDED, *worker.MIDDLEWARE, *flags], "gpu", None)]
 
 
 def test_on_a_cpu_a_hybrid_drafts_nothing_has_its_flags_and_a_word_of_vllms_defects(
@@ -243,7 +251,7 @@ def test_on_a_cpu_a_hybrid_drafts_nothing_has_its_flags_and_a_word_of_vllms_defe
     assert worker.main([hybrid, *DRAFTING]) == 1 and not started.served
     assert "seamark worker: on a CPU vLLM drafts for no hybrid" in capsys.readouterr().err
     assert worker.main([hybrid, *DRAFTING, "--explain"]) == worker.main([hybrid, "--explain", "gpu"]) == 5
-    here, gpu = (arguments for arguments, _ in started.explained)
+    here, gpu = (arguments for arguments, *_ in started.explained)
     assert here[here.index("--dtype") + 1] == "bfloat16" and "--mamba-ssm-cache-dtype" in here and "--dtype" not in gpu
     assert worker.CPU_ENVIRONMENT.items() <= environment.items() and not capsys.readouterr().err
     without = ["--no-enable-prefix-caching"]
