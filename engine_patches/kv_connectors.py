@@ -201,13 +201,13 @@ def _lane_of(transfer: Mapping[str, Any], on_cpu: bool) -> tuple[ConnectorLane, 
     # A module of one's own may hold a class of any name.
     name = str(transfer["kv_connector"])
     known = None if transfer.get("kv_connector_module_path") else CONNECTORS.get(name)
+    corrupt = f"; {CORRUPT}" if name.startswith("LMCache") else ""
     if known is ConnectorLane.NOT_SERVED and not (name == LMCACHE_MP and _lmcache_has_its_own()):
-        why = "knows caches of one kind only, and vLLM cannot serve hybrid models through it"
-        return known, f"{why}; {CORRUPT}" if name.startswith("LMCache") else why
+        return known, f"knows caches of one kind only, and vLLM cannot serve hybrid models through it{corrupt}"
     if known is ConnectorLane.NO_HINTS:
         return known, "puts values into the cache that nobody has computed"
     if known is not ConnectorLane.INSIDE:
-        return ConnectorLane.CHUNK_ENDS, f"{UNKNOWN}; {CORRUPT}" if name.startswith("LMCache") else UNKNOWN
+        return ConnectorLane.CHUNK_ENDS, UNKNOWN + corrupt
     if (transfer.get("kv_connector_extra_config") or {}).get("bidirectional_kv_xfer"):
         return ConnectorLane.CHUNK_ENDS, f"with bidirectional_kv_xfer {UNKNOWN}"
     if transfer.get("kv_buffer_device") == "cpu" and not on_cpu:

@@ -245,8 +245,8 @@ class Checkpoints:
             if hit_tokens in wish.positions:
                 states.retention.claim(key)
             passed = [position for position in wish.positions if position < hit_tokens]
-            was_loaded = bool(loaded) or not wish.is_kept  # nothing is stored for what it is worth to such a request
-            states.resumed(request, hit_tokens, passed, shared=was_expected, loaded=was_loaded, low=wish.is_low)
+            stored = not loaded and wish.is_kept  # nothing is stored for what it is worth to one that is not kept
+            states.resumed(request, hit_tokens, passed, shared=was_expected, stored=stored, low=wish.is_low)
 
     def _learn_junction(self, request: Any, state: RequestState, reason: str, *, was_expected: bool) -> None:
         """Whether a state at first sight would have helped an admitted request; `was_expected`: it did."""

@@ -271,9 +271,8 @@ class Planner:
         Once a prompt has gone on from an earlier turn, the one at its own end serves its client better.
         """
         before = None if wish.pin or wish.trial else wish.goes_on_from
-        if wish.is_low:
-            return True
-        return target.kind in (SPARE, RUNG) or (before is not None and before.start < target.position < wish.turn_end)
+        nobody_asked = wish.is_low or target.kind in (SPARE, RUNG)
+        return nobody_asked or (before is not None and before.start < target.position < wish.turn_end)
 
     def saved(self, target: CheckpointTarget, resumed_at: int) -> int:
         """Tokens that a hit at a target spares; of a learned one, what it adds to where the request itself resumed: a

@@ -14,7 +14,6 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import filterfalse
 from typing import Any
 
 # All states are looked through for what vLLM has evicted once one part in so many of them has been added: so the look
@@ -54,7 +53,7 @@ class Retention:
 
     def __init__(self, pool: Any, share: float) -> None:
         self._pool, self._limit = pool, int(share * pool.num_gpu_blocks)  # blocks
-        # By the key of the first recurrent group: the turns that go first, and all others.
+        # By the key of the first recurrent group: the turns that go first, all others, and those of ladders.
         self._turns: OrderedDict[bytes, KeptState] = OrderedDict()
         self._kept: OrderedDict[bytes, KeptState] = OrderedDict()
         self._rungs: OrderedDict[bytes, KeptState] = OrderedDict()
@@ -183,7 +182,7 @@ class Retention:
         if low or not self.trim_rungs(num_blocks):
             return False
         queue, oldest = self._pool.free_block_queue, self._next(min(OLDEST, self._pool.get_num_free_blocks()))
-        found = list(itertools.islice(filterfalse(self._is_asked_for, oldest), num_blocks))
+        found = list(itertools.islice(itertools.filterfalse(self._is_asked_for, oldest), num_blocks))
         if len(found) < num_blocks:
             return False
         for block in found:
@@ -255,15 +254,20 @@ class Retention:
         """Whether a free block holds nothing, or what was given up; for a `rung`, nothing or a rung."""
         if block.block_hash in (None, self.low.get(block.block_id)):
             return True
+        state, is_given_up = self._state_in(block)
+        return state is not None and is_given_up and (state.rung or not rung)
+
+    def _state_in(self, block: Any) -> tuple[KeptState | None, bool]:
+        """The state that lies in a block, and whether it was given up; None if there is none, or not any more."""
         state = self._in_block.get(block.block_id)
-        if state is None or not state.cached or state.keys[0] not in self._released:
-            return False
-        return state.rung or not rung
+        if state is None or not state.cached:
+            return None, False
+        return state, state.keys[0] in self._released
 
     def _is_asked_for(self, block: Any) -> bool:
         """Whether a state lies in a block that is neither a rung nor was given up."""
-        state = self._in_block.get(block.block_id)
-        return state is not None and state.cached and not state.rung and state.keys[0] not in self._released
+        state, is_given_up = self._state_in(block)
+        return state is not None and not state.rung and not is_given_up
 
     def _find(self, key: bytes) -> KeptState | None:
         """The state under `key`, taken back if it was given up; None if there is none or it is no longer cached."""

@@ -318,13 +318,13 @@ class States:
                 self.store.offer(request, position, used)
 
     def resumed(
-        self, request: Any, position: int, passed: Sequence[int], *, shared: bool, loaded: bool, low: bool = False
+        self, request: Any, position: int, passed: Sequence[int], *, shared: bool, stored: bool, low: bool = False
     ) -> None:
-        """A request resumes at `position`, behind those `passed`; `shared`: with others; `loaded`: not to be stored."""
+        """A request resumes at `position`, behind those `passed`; `shared`: with others; `stored`: as it pays."""
         key = self.keys.state_key(request, position)
         if self.retention.resumed(key, shared, low):
             self._spare.append(key)
-        elif not loaded:
+        elif stored:
             self.offer(request, [position])
         self.retention.refresh(self.keys.state_key(request, each) for each in passed)
 

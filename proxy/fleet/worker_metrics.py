@@ -37,8 +37,9 @@ MOST_CAUSE = 200  # characters of a cause that is shown in lines of logs and pag
 _RATIO = re.compile(r"\d{1,9}(?:\.\d{1,20})?", re.ASCII)
 _SIZE = re.compile(r"\d{1,15}", re.ASCII)
 
+TOLD = "told"  # `EngineInfo.keep` of an engine that leaves nothing behind of a request which says so
+
 # Where prefills that come over NIXL are checked.
-TOLD = "told"  # by a request, what it may keep of it
 NIXL, BEST_LANE = frozenset({"NixlConnector", "NixlPullConnector"}), "inside_pass"
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.

@@ -265,11 +265,14 @@ class Dispatcher:
         told = longest.tokens if longest is not None and longest.is_told else 0
         if (earlier := exchange.expected) is not None:  # it is sent again, elsewhere: the first try counts for nothing
             sent, ever_sent, told = earlier.sent, earlier.ever_sent, earlier.held
-        # In shadow mode a plugin that refuses hints is known, too.
-        failure = "unpatched" if engine is None and not worker.refused else "hint_ignored"
-        failure = "not_kept" if exchange.keep else failure
+        if exchange.keep:
+            failure: str | None = "not_kept"
+        elif takes_hints:
+            failure = found.failure
+        else:  # in shadow mode a plugin that refuses hints is known, too
+            failure = "unpatched" if engine is None and not worker.refused else "hint_ignored"
         expected = Expectation(
-            failure=failure if exchange.keep or not takes_hints else found.failure,
+            failure=failure,
             sent=sent,
             sent_here=sent is not None and boot in sent.held,
             ever_sent=ever_sent,

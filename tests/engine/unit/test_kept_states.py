@@ -208,7 +208,7 @@ class Cache(RuleBasedStateMachine):
             self.pool.touch([self.block(key) for key in keys])
             self.running += [self.block(key) for key in keys]
             passed = [each for each in ENDS if each < end and self.blocks_of(self.key(name, each))]
-            self.states.resumed(self.requests[name], end, passed, shared=shared, loaded=False)
+            self.states.resumed(self.requests[name], end, passed, shared=shared, stored=True)
             self.leave([each for each in (*self.turns, *self.kept) if each != self.key(name, end)])
             turn = self.key(name, end) in self.turns and not shared
             is_known = self.key(name, end) in {*self.turns, *self.kept, *self.given_up}
