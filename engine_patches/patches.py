@@ -395,6 +395,7 @@ PATCHES: tuple[Patch, ...] = (
                     "self._handle_blocked_waiting_request(request)",
                     "self.max_num_scheduled_tokens",
                     "self.max_num_running_reqs",
+                    "num_running >= self.max_num_active_reqs",
                     "self.scheduler_config.long_prefill_token_threshold",
                 ),
             ),

@@ -48,6 +48,7 @@ COUNTERS = {
     "followers": ("seamark_followers_total", "Requests whose prefix another one computed: held back, or not", "fate"),
     "saved_seconds": ("seamark_seconds_saved_total", "Prefill not computed, at the learnt step times, seconds", ""),
     "spent_seconds": ("seamark_seconds_spent_total", "Time that checkpoints cost requests, seconds", ""),
+    "long_prefill_waits": ("seamark_long_prefill_waits_seconds_total", "Waits behind long prompts", "threshold"),
 }
 
 # By the field of a report that is shown as it is.

@@ -19,6 +19,7 @@ from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.drafts import AcceptedDrafts, DraftGate, is_own, is_trial
 from engine_patches.scheduler.earlier_prompts import ExpectedJunctions, LadderUse, Outcomes, SeenPrefixes, TurnValue
 from engine_patches.scheduler.fan_out import PrefillGate
+from engine_patches.scheduler.long_prefills import LongPrefills
 from engine_patches.scheduler.low_priority import LowBlocks
 from engine_patches.scheduler.planner import CheckpointTarget, Grid, Planner, RequestState, TurnEnd, Wish
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
@@ -44,6 +45,7 @@ class Checkpoints:
     gate: PrefillGate | None = None  # holds followers back; None if fan-out is switched off
     counters: Counters = field(default_factory=Counters)
     step_time: StepTime = field(default_factory=StepTime)
+    long_prefills: LongPrefills = field(default_factory=LongPrefills)
     low: LowBlocks | None = None  # what goes first; None before the scheduler is whole
     pinning: set[str] = field(default_factory=set)  # requests that pin their prompts, or release them
     last_planned: Any = None  # vLLM's `SchedulerOutput` of the step that was planned last

@@ -54,6 +54,8 @@ class Counts(Struct, kw_only=True, omit_defaults=True):
     hit_tokens: int = 0
     saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
     spent_seconds: float = 0.0  # time that requests were held back
+    # Seconds that requests waited behind long prompts, by the threshold (tokens) that would have let them by.
+    long_prefill_waits: dict[str, float] = field(default_factory=Counter)
     requests: list[AdmittedRequest] = field(default_factory=list)
     pinned: list[tuple[str, str]] = field(
         default_factory=list

@@ -118,6 +118,7 @@ def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
             checkpoints.pin_prompts(self.requests)
         if checkpoints.states is not None:
             _emit_events(self, output)
+        checkpoints.long_prefills.step_planned(self, output)
         now = time.monotonic()
         setattr(output, PLANNED_AT, now)
         if checkpoints.last_planned is not None:

@@ -209,6 +209,7 @@ async def examine(url: str, api_key: str | None, cures: Cures) -> list[Diagnosis
             Diagnosis(bool(vllm), f"vLLM {vllm or 'of no version: /version gives none'}"),
             *(_engine(metrics, cures, vllm or "") if is_read else ()),
             *_pool(metrics, models[0].get("max_model_len"), cures),
+            *_long_prefills(metrics, cures),
             *_drafts(metrics),
         ]
         if frontend.name:
@@ -268,6 +269,13 @@ def _pool(metrics: WorkerMetrics, longest: object, cures: Cures) -> Iterator[Dia
         cure = cures.flag("--max-model-len N", "a smaller one: a prompt of that length is queued again for ever")
         # One block is never handed out.
         yield _right(round(metrics.blocks / metrics.at_once) < metrics.blocks, text, cure)
+
+
+def _long_prefills(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
+    if metrics.threshold and metrics.long_prefill_waits >= 1:
+        text = f"requests waited {metrics.long_prefill_waits:,.0f} s in all behind long prompts, which took whole steps"
+        flag, but = f"--long-prefill-token-threshold {metrics.threshold}", "long prompts then come later, others sooner"
+        yield Diagnosis(True, text, cures.flag(flag, but))
 
 
 # Hints beside speculative decoding, by their state in `seamark_engine_info`: whether that is fine.

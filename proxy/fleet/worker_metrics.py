@@ -27,6 +27,7 @@ CACHE = "vllm:cache_config_info"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 REQUESTS = ("vllm:num_requests_running", "vllm:num_requests_waiting")
+LONG_PREFILL_WAITS = "seamark_long_prefill_waits_seconds_total"
 SLEEP = "vllm:engine_sleep_state"  # of each engine, 1 at the state that it is in
 
 # Levels of vLLM's sleep, by the state that says so; an engine in none of its states sleeps at level 0.
@@ -43,7 +44,7 @@ TOLD = "told"  # `EngineInfo.keep` of an engine that leaves nothing behind of a 
 NIXL, BEST_LANE = frozenset({"NixlConnector", "NixlPullConnector"}), "inside_pass"
 
 # An engine shows a thousand samples, and parsing all of them would hold up the event loop for milliseconds.
-_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CREATED, CACHE, DRAFTS, ACCEPTED, SLEEP, *REQUESTS)
+_READ = (BOOT, ENGINE, PASS, TOKEN, HITS, CREATED, CACHE, DRAFTS, ACCEPTED, SLEEP, LONG_PREFILL_WAITS, *REQUESTS)
 
 # What a worker with the plugin gives of its `/metrics`; writing all of them takes it milliseconds.
 OF_PLUGIN = "/seamark/metrics?" + urlencode([("name[]", name) for name in _READ])
@@ -133,6 +134,8 @@ class WorkerMetrics(NamedTuple):
     attention_only: bool = False  # no layer is recurrent
     connector: str = ""  # as of `EngineInfo`, whatever the plugin's release
     lane: str = ""
+    long_prefill_waits: float = 0.0  # seconds that requests waited behind long prompts, in all
+    threshold: int | None = None  # tokens of such a prompt in a step that would have let them by; None: not told
 
 
 def samples_in(text: str) -> Iterator[Sample]:
@@ -181,6 +184,8 @@ def read(text: str) -> WorkerMetrics:
         cache.get("mamba_block_size") == "None",  # vLLM sets it for recurrent layers
         engine.get("connector", ""),
         engine.get("lane", ""),
+        sum(sample.value for sample in found[LONG_PREFILL_WAITS]),
+        next((_size(sample.labels.get("threshold", "")) for sample in found[LONG_PREFILL_WAITS]), None),
     )
 
 

@@ -120,7 +120,7 @@ def changing(hour: Totals, newest: Sequence[Explanation]) -> dict[str, Any] | No
 
 def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
     """One worker, for both pages; `templates` by model: what is known of its chat template by now."""
-    facts = gateway.facts
+    facts, metrics = gateway.facts, worker.probed.metrics
     return {
         **{name: getattr(worker, name) for name in OF_WORKER},
         "asleep": worker.is_asleep,
@@ -130,6 +130,7 @@ def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
         "reports": {"url": worker.probed.reports.url, "why_not": worker.probed.reports.why_not},
         "models": [entry.get("id") for entry in worker.probed.models],
         "drafts": drafts_status(worker),
+        "long_prefills": {"waits": metrics.long_prefill_waits, "threshold": metrics.threshold},
         "engine": asdict(worker.engine) if worker.engine is not None else None,
         "templates": {
             model: template_status(facts.facts(renderer_id) if (renderer_id := worker.renderer_id(model)) else None)

@@ -312,6 +312,47 @@ def a_prompt_as_long_as_the_model_takes_and_a_cache_as_small_as_vllm_takes(core)
     return found
 
 
+# Prompts that wait: what comes before which step, as of `Core.request`, and options. A step has room for 256 tokens.
+_LONG, _SHORT, _TINY = ("long", own(1, 2000)), ("short", own(2, 100)), ("tiny", own(4, 15), None, 30)
+_ANSWERS, _OLD = ("answers", own(3, 16), None, 40), ("old", own(3, 900), [890])
+WAITS: dict[str, tuple[dict[int, list[tuple[Any, ...]]], dict[str, Any]]] = {
+    "behind a long one": ({0: [_LONG], 1: [_SHORT]}, {}),
+    "behind a long one, beside answers": ({0: [_ANSWERS], 1: [_LONG], 2: [_TINY, _SHORT]}, {}),
+    "behind a long one, cached": ({0: [_OLD], 9: [_LONG], 10: [("again", own(3, 900) + own(2, 100), [890])]}, {}),
+    "behind a long one that gets little at first": ({0: [("first", own(3, 200)), _LONG, _SHORT]}, {}),
+    "before a long one": ({0: [_SHORT, _LONG]}, {"writes_in_forward": False, "export": False}),
+    "as long": ({0: [_LONG, ("another", own(2, 2000))]}, {}),
+    "for a place": ({0: [_LONG], 1: [_SHORT]}, {"running": 1}),
+    "for room": ({0: [("long", own(1, 1200))], 1: [_SHORT]}, {"blocks": 26}),
+    "for what a long one computes": (
+        {0: [_ANSWERS], 1: [(*_LONG, [1600])], 2: [("short", own(1, 1600) + own(2, 50), [1600])]},
+        {},
+    ),
+}
+
+
+def _waits(core: Core, arrivals: dict[int, list[tuple[Any, ...]]]) -> dict[str, float]:
+    """Seconds, by the threshold to set, of steps that begin once a second."""
+    core.scheduler.seamark.long_prefills.clock = itertools.count().__next__
+    for step in range(max(arrivals) + 1):
+        for request in arrivals.get(step, ()):
+            core.request(*request)
+        core.step()
+    core.run()
+    return dict(core.scheduler.seamark.counters.counts.long_prefill_waits)
+
+
+for _name, (_arrivals, _options) in WAITS.items():
+    situation(f"waits {_name}", **_options)(partial(_waits, arrivals=_arrivals))
+
+
+@situation("a threshold that cuts blocks, where vLLM ends chunks", writes_in_forward=False, export=False)
+def _with_a_threshold(core):
+    core.scheduler.scheduler_config.long_prefill_token_threshold = 40
+    waits = _waits(core, {0: [("long", own(1, 300)), ("short", own(2, 230))]})
+    return {"waits": waits, **core.chunk_ends}
+
+
 @situation()
 def a_connector_looks_up_in_its_own_way(core):
     """As NIXL does; `rows evicted and their state kept`, once more."""

@@ -379,6 +379,7 @@ class Scheduler:
         self.seamark = SimpleNamespace(
             step_time=StepTime(), step_ended=0.0, states=None, own=None, last_planned=None, verified=1,
             writes_in_forward=False, pinning=(), begin_step=lambda requests: None,
+            long_prefills=SimpleNamespace(step_planned=lambda *step: None),
         )  # fmt: skip
 
     def comes(self):

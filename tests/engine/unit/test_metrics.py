@@ -66,6 +66,7 @@ ADDED = {
     "seamark_followers_total,fate=held": 1,
     "seamark_seconds_saved_total": 0.5,
     "seamark_seconds_spent_total": 0.25,
+    "seamark_long_prefill_waits_seconds_total,threshold=1024": 2.5,
 }
 
 SHOWN = {
@@ -94,6 +95,7 @@ def test_each_number_of_a_report_is_added_or_shown_and_nothing_else_changes(feed
         hit_tokens=160,
         saved_seconds=0.5,
         spent_seconds=0.25,
+        long_prefill_waits={"1024": 2.5},
         file_bytes=1000,
         loads_declined=1,
         written={"tail": 2},

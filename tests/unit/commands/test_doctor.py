@@ -31,6 +31,8 @@ GATEWAY = "http://127.0.0.1:8080"
 DRAFTS = "vllm:spec_decode_num_drafts_total 0.0\n"
 CONFIG = 'vllm:cache_config_info{block_size="%d",enable_prefix_caching="%s",mamba_block_size="%s"} 1.0\n'
 
+WAITS = 'seamark_long_prefill_waits_seconds_total{threshold="1024"} %s\n'
+
 # What vLLM 0.32 answers without the flags.
 NO_PARSER = b'{"error":{"message":"\\"auto\\" tool choice requires --enable-auto-tool-choice and --tool-call-parser to '
 NO_PARSER += b'be set","type":"BadRequestError","param":null,"code":400}}'
@@ -105,6 +107,8 @@ WORKERS: dict[str, tuple[Any, ...]] = {
     "drafts with hints": (RecordingWorker(ahead=16, more_metrics=DRAFTS),),
     "drafts without the plugin": (RecordingWorker(patched=False, more_metrics=DRAFTS),),
     "match unit of a delta net": (match_unit(64, 528),),
+    "long prompts that hold others up": (RecordingWorker(more_metrics=WAITS % 312.4),),
+    "long prompts that hardly do": (RecordingWorker(more_metrics=WAITS % 0.9),),
     "match unit too coarse": (match_unit(65, 528),),
     "match unit without a recurrent layer": (match_unit(384, None),),
     "a connector inside a pass": (beside("NixlConnector+Mine", "inside_pass"),),
