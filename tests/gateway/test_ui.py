@@ -345,8 +345,10 @@ def test_time_saved_is_measured_first_and_then_credits_earlier_hits(browser, wor
     in_every_look(own, "measuring", check)
     with opened(browser, own) as page:
         worker.more_metrics = "seamark_pass_seconds 0.5\nseamark_token_seconds 25\n"
+        worker.more_metrics += 'seamark_long_prefill_waits_seconds_total{threshold="1024"} 312\n'
         text(page, "#saved .big").to_have_text("1 h 6 min", timeout=PATIENCE)  # 160 tokens of before
         text(page, "#saved").to_contain_text("saved none, as by default it reuses only whole blocks of 384 tokens")
+        text(page, "#workers").to_contain_text("12 s waited behind long prompts: --long-prefill-token-threshold 1024")
         worker.cached = 400
         ask(own, "A long question. " * 20, "second")
         text(page, "#saved .big").to_have_text("1 h 13 min", timeout=PATIENCE)
