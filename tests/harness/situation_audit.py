@@ -319,7 +319,7 @@ WAITS: dict[str, tuple[dict[int, list[tuple[Any, ...]]], dict[str, Any]]] = {
     "behind a long one": ({0: [_LONG], 1: [_SHORT]}, {}),
     "behind a long one, beside answers": ({0: [_ANSWERS], 1: [_LONG], 2: [_TINY, _SHORT]}, {}),
     "behind a long one, cached": ({0: [_OLD], 9: [_LONG], 10: [("again", own(3, 900) + own(2, 100), [890])]}, {}),
-    "behind a long one that gets little at first": ({0: [("first", own(3, 200)), _LONG, _SHORT]}, {}),
+    "behind a long one that gets little at first": ({0: [*((str(n), own(n, 80)) for n in (3, 5)), _LONG, _SHORT]}, {}),
     "before a long one": ({0: [_SHORT, _LONG]}, {"writes_in_forward": False, "export": False}),
     "as long": ({0: [_LONG, ("another", own(2, 2000))]}, {}),
     "for a place": ({0: [_LONG], 1: [_SHORT]}, {"running": 1}),
