@@ -48,8 +48,8 @@ def threshold(budget: int, block_size: int) -> int:
 def _held_up(scheduler: Any, output: Any, budget: int) -> list[str]:
     """Requests that get nothing more of a step, half of which or more goes to a prompt that takes more than a step."""
     seamark, running, cache = scheduler.seamark, scheduler.running, scheduler.kv_cache_manager
-    unused = budget - output.total_num_scheduled_tokens
-    if unused >= seamark.grid.alignment or scheduler.scheduler_config.long_prefill_token_threshold:
+    rest = budget - output.total_num_scheduled_tokens
+    if rest >= min(budget, seamark.grid.alignment) or scheduler.scheduler_config.long_prefill_token_threshold:
         return []
     name, tokens = max(output.num_scheduled_tokens.items(), key=lambda each: each[1])
     long = scheduler.requests[name]
