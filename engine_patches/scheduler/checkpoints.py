@@ -169,9 +169,13 @@ class Checkpoints:
         if self.gate is not None:
             state = self.state_of(request)
             start = max(start, state.heals)  # up to there states are held, and rows alone are missing
-            idle = self.states is not None and self.states.has_idle
-            likely = (each for each in self.targets(request) if idle or not self.planner.is_spare(state.wish, each))
+            likely = (target for target in self.targets(request) if self.finds_room(request, target))
             self.gate.expect(request, start, (target.position for target in likely))
+
+    def finds_room(self, request: Any, target: CheckpointTarget) -> bool:
+        """Whether a request's state at a target is likely to be written, by what the cache holds now."""
+        is_spare = self.planner.is_spare(self.state_of(request).wish, target)
+        return not is_spare or (self.states is not None and self.states.has_idle)
 
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group; None if the cache has none to spare."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from engine_patches.scheduler.planner import CLOSEST, NEAR, Grid, RequestState
+from engine_patches.scheduler.planner import CLOSEST, EXPECTED, NEAR, CheckpointTarget, Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
 # What all followers of a state save together has to outweigh the pass that each waits for by this factor, and to be so
@@ -331,13 +331,15 @@ def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:
 
 
 def _ask(scheduler: Any, gate: PrefillGate, request: Any, asked: ExpectedState) -> bool:
-    """Have a leader keep a state for a follower; False if that finds more itself, or enough are asked for."""
-    lookup = scheduler.kv_cache_manager.coordinator.find_longest_cache_hit
-    state: RequestState = scheduler.seamark.state_of(asked.leader)
-    places = state.wish.expected
+    """Have a leader keep a state for a follower; False if that finds more itself, enough are asked for, or none of
+    the leader's finds room."""
+    lookup, checkpoints = scheduler.kv_cache_manager.coordinator.find_longest_cache_hit, scheduler.seamark
+    state: RequestState = checkpoints.state_of(asked.leader)
+    places, position = state.wish.expected, asked.start + asked.saved
     if len(places) >= MAX_ASKED or lookup(request.block_hashes, asked.position)[1] > asked.start:
         return False
-    position = asked.start + asked.saved
+    if not checkpoints.finds_room(asked.leader, CheckpointTarget(position, EXPECTED)):
+        return False
     state.wish = replace(state.wish, expected=tuple(sorted((*places, position))))
     gate.expect(asked.leader, asked.start, [position])
     return True

@@ -6,6 +6,7 @@ have used since, stays in its place.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ class LowBlocks:
     def __init__(self, scheduler: Any) -> None:
         self._requests, self._pool = scheduler.requests, scheduler.kv_cache_manager.block_pool
         self.keys: dict[int, bytes] = {}  # by id, while the block has this key
-        self._leaving: dict[int, Any] = {}  # those that are not at the front yet, by id
+        self._freed: dict[int, Any] = {}  # since the last step, by id
         self._last: Any = None  # of those at the front
+        self._pool.free_blocks = partial(self._free, self._pool.free_blocks)
         for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
             manager.pop_blocks_for_free = partial(self._pop, manager, manager.pop_blocks_for_free)
 
@@ -29,20 +31,26 @@ class LowBlocks:
         state = getattr(self._requests.get(request_id), "seamark", None)
         if state is not None and state.wish.is_low:
             first = state.resumed_at // manager.block_size
-            for index, block in reversed([*enumerate(blocks)]):  # the end of a prompt before its beginning
+            for index, block in enumerate(blocks):
                 key = block.block_hash
                 if key is not None and (index >= first or self._is_low(block)):
-                    self.keys[block.block_id], self._leaving[block.block_id] = key, block
+                    self.keys[block.block_id] = key
         elif self.keys:
             for block in blocks:
                 self.keys.pop(block.block_id, None)
         return blocks
 
+    def _free(self, free: Any, blocks: Iterable[Any]) -> None:
+        """In place of the pool's `free_blocks`, which puts last whatever is let go: by a request, a copy, or a pin."""
+        if self.keys:
+            blocks = [*blocks]
+            self._freed.update((block.block_id, block) for block in blocks if self._is_low(block))
+        free(blocks)
+
     def give_way(self) -> None:
         """A step is going to be planned: what is free by now goes first."""
-        still = [block for block in self._leaving.values() if self._is_low(block)]
-        free = [block for block in still if not block.ref_cnt]
-        self._leaving = {block.block_id: block for block in still if block.ref_cnt}
+        free = [block for block in self._freed.values() if self._is_low(block) and not block.ref_cnt]
+        self._freed.clear()
         if not free:
             return
         queue, last = self._pool.free_block_queue, self._last

@@ -79,12 +79,20 @@ class Retention:
     def _get(self, key: bytes) -> KeptState | None:
         return self._turns.get(key) or self._kept.get(key) or self._rungs.get(key)
 
+    def _state(self, key: bytes) -> KeptState | None:
+        """The state under `key`, given up or not."""
+        return self._get(key) or self._released.get(key)
+
     def is_rung(self, key: bytes) -> bool:
-        state = self._get(key) or self._released.get(key)
+        state = self._state(key)
         return state is not None and state.rung
 
     def add(self, key: bytes, blocks: Sequence[Any], turn: bool, rung: bool = False, low: bool = False) -> None:
         self._forget(key)
+        for before in [self._in_block.get(block.block_id) for block in blocks]:
+            if before is not None and self._state(before.keys[0]) is before:  # it lay there
+                self._forget(before.keys[0])
+                self._windows.pop(before.keys[0], None)
         self._keep(key, KeptState(blocks, [block.block_hash for block in blocks], turn, rung, low))
         self._added += 1
 
@@ -271,12 +279,13 @@ class Retention:
 
     def _find(self, key: bytes) -> KeptState | None:
         """The state under `key`, taken back if it was given up; None if there is none or it is no longer cached."""
-        state = self._get(key) or self._released.get(key)
+        state = self._state(key)
         if state is None or not state.cached:
             return None
         if key in self._released:
             self._forget(key)
             self._keep(key, state)
+            self.make_room(0)  # within the share
         return state
 
     def _keep(self, key: bytes, state: KeptState) -> None:

@@ -395,6 +395,25 @@ def cache() -> Cache:
     return made
 
 
+def test_a_state_that_is_taken_back_makes_room_for_itself(cache):
+    cache.step()
+    for end in ENDS[: SHARE // len(RECURRENT) - 1]:
+        cache.write("salted", end, turn=True, kind="asked for")
+    assert cache.key("a", 80) in cache.given_up
+    cache.step()
+    cache.resume("a", 80, shared=False)
+    cache.pins_and_states_stay_within_their_shares()
+
+
+def test_of_states_that_are_gone_no_track_is_kept(cache):
+    for number in range(2 * BLOCKS):
+        hasher = get_request_block_hasher(UNIT, sha256)
+        one_off = Request(str(number), [number] * UNIT, SamplingParams(max_tokens=1), None, block_hasher=hasher)
+        assert cache.states.reserve(one_off, UNIT, turn=True, spare=True, rung=True)
+        cache.step()
+    assert len(RECURRENT) * (len(cache.retention) + len(cache.retention._released)) < BLOCKS
+
+
 def planned(cache: Cache, state: RequestState, start: int, end: int) -> list[Any]:
     """The events of a step with these tokens of the prompt."""
     targets = [CheckpointTarget(position, HINTED) for position in (80, 112, 144)]

@@ -28,25 +28,46 @@ def patched() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("shared", [0, 60], ids=["nothing in common", "a head, inside a block"])
 @pytest.mark.parametrize("writes_in_forward", [True, False], ids=["inside the pass", "at chunk ends"])
-def test_an_owners_conversation_stays_in_the_cache_beside_one_off_prompts(model: Path, writes_in_forward):
+def test_an_owners_conversation_stays_in_the_cache_beside_one_off_prompts(model: Path, writes_in_forward, shared):
     found = {}
     for keep in ("", "no", "private", "low"):
         draw, core = random.Random(1), Core(str(model), 110, 512, Unjudged(), writes_in_forward=writes_in_forward)
         talk, hits = [draw.randrange(1000) for _ in range(OWN_TOKENS)], []
+        head = [draw.randrange(1000) for _ in range(shared)]
         for turn in range(TURNS):
             core.request(f"turn {turn}", talk, [-4])
             core.run()
             hits.append(core.hits[f"turn {turn}"])
             for number in range(ONE_OFFS):
-                tokens = [draw.randrange(1000) for _ in range(draw.randrange(200, 400))]
-                core.request(f"job {turn} {number}", tokens, [-4], extra={"seamark_keep": keep} if keep else {})
+                tokens = head + [draw.randrange(1000) for _ in range(draw.randrange(200, 400))]
+                core.request(
+                    f"job {turn} {number}",
+                    tokens,
+                    [shared, -4] if shared else [-4],
+                    extra={"seamark_keep": keep} if keep else {},
+                )
                 core.run()
             talk += [draw.randrange(1000) for _ in range(60)]
         found[keep] = core.errors or hits
     assert found[""] == [0] * TURNS
     assert all(hits[0] == 0 and min(hits[1:]) >= OWN_TOKENS - 64 for hits in (found["no"], found["low"]))
     assert found["private"] == found["no"]
+
+
+def test_nobody_waits_for_a_request_of_low_priority_whose_states_find_no_room(model: Path):
+    draw, core = random.Random(1), Core(str(model), 120, 16_384, Unjudged(), block=1600, longest=20_000)
+    core.scheduler.scheduler_config.long_prefill_token_threshold = 2048
+    for tokens in (1, 1001) * 8:  # as a Spark takes
+        core.scheduler.seamark.step_time.step_took(tokens, 0.4 + 0.0005 * tokens)
+    for name in [*range(40), "job"]:
+        core.run()
+        tokens = [draw.randrange(1000) for _ in range(9000)]
+        core.request(str(name), tokens, [4000, -4], extra={"seamark_keep": "low"} if name == "job" else {})
+    core.request("question", tokens[:-50] + [1] * 50, [-4])
+    core.step()
+    assert [request.request_id for request in core.scheduler.running] == ["job", "question"]
 
 
 CONFIGURATIONS: dict[str, tuple[dict[str, Any] | None, dict[str, Any], str]] = {
