@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.client import Messages, open_client
-from proxy.bench.harness.prompts import QUESTIONS, prose
+from proxy.bench.harness.client import QUESTIONS, Messages, open_client, prose
 from proxy.bench.shapes import QUICK, SHAPES, Seen, SharingShape, in_system, message
 from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret, without_credentials

@@ -19,8 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from proxy.bench.harness.client import Messages
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import Messages, prose
 from proxy.bench.mine import AskedRequest, MinedRow, Stack, Unusable, key_in, parser_of, say
 from proxy.bench.shapes import message
 from proxy.errors import SettingsError

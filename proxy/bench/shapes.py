@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from proxy.bench.harness.client import Messages
-from proxy.bench.harness.prompts import QUESTIONS
+from proxy.bench.harness.client import QUESTIONS, Messages
 from proxy.boundaries.divergence import common_prefix
 
 IN_TURN = range(3)  # requests one after the other: one that computes, one that may find, and one behind that

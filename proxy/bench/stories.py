@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 import httpx
 
 from proxy.bench.harness import exact, planted
-from proxy.bench.harness.client import MIN_TOKENS, Messages, TimedAnswer, ask, ask_all, complete, tokens_of
-from proxy.bench.harness.counters import PassCounter
-from proxy.bench.harness.prompts import prose, with_shared_tokens
+from proxy.bench.harness.client import (
+    MIN_TOKENS,
+    Messages,
+    PassCounter,
+    TimedAnswer,
+    ask,
+    ask_all,
+    complete,
+    prose,
+    tokens_of,
+    with_shared_tokens,
+)
 from proxy.bench.harness.servers import Server
 from proxy.boundaries.divergence import common_prefix
 
