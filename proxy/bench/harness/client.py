@@ -1,4 +1,4 @@
-"""Requests as a client would send them, timed: prompts whose shared part has an exact length, and the passes they took."""
+"""Requests as a client would send them, timed: prompts with a shared part of exact length, and the passes they took."""
 
 from __future__ import annotations
 
