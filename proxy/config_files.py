@@ -90,7 +90,6 @@ def _complaint(location: tuple[int | str, ...], kind: str, words: str, fields: l
 
 
 def _field_names(model: type[BaseModel]) -> list[str]:
-    """Of a model and all models in it."""
     schema = model.model_json_schema()
     return [name for each in (schema, *schema.get("$defs", {}).values()) for name in each.get("properties", {})]
 
@@ -224,8 +223,6 @@ def base_url(url: str) -> str:
 
 
 class WorkerEntry(BaseModel):
-    """A `[[worker]]` of the workers file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str

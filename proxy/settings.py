@@ -280,7 +280,6 @@ class Settings(BaseModel):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option per setting, and `--config`."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with these settings")
     for name, field in Settings.model_fields.items():
         flag = "--" + name.replace("_", "-")

@@ -143,7 +143,6 @@ class MinedRow:
 
 
 def _speed(together: Sequence[AskedRequest]) -> float | None:
-    """None if that is no speed."""
     begun = min(each.sent + each.reply.first_token for each in together)
     seconds = max(each.sent + each.reply.last_token for each in together) - begun
     tokens = sum(max(0, each.reply.output_tokens - 1) for each in together)
@@ -340,7 +339,6 @@ class Stack:
         return Unusable(f"{self.shown} answers {status}: {_message(body)}")
 
     def rows(self) -> dict[tuple[str, int], MinedRow]:
-        """By shape and length."""
         asked: dict[tuple[str, int], list[AskedRequest]] = {}
         for each in self.asked:
             asked.setdefault((each.shape, each.length), []).append(each)
@@ -422,7 +420,6 @@ def _drafts(drafts: Accepted | None) -> str:
 
 
 def verdict(stack: Stack) -> str:
-    """One sentence."""
     rows = {key: row for key, row in stack.rows().items() if row.later}
     if not rows:
         return "No request was answered that shares anything with an earlier one."
@@ -494,7 +491,6 @@ async def measure(
 
 
 def parser_of(name: str, description: str) -> Parser:
-    """The flags that say which stack is asked."""
     parser = Parser(prog=f"seamark bench {name}", description=description)
     parser.add_argument("--base-url", required=True, metavar="URL", help="any OpenAI-compatible server")
     parser.add_argument("--model", help="default: the first of /v1/models")

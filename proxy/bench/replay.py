@@ -52,8 +52,6 @@ def read(path: Path) -> list[Recorded]:
 
 
 class Replay:
-    """A trace that is sent to a stack."""
-
     def __init__(self, stack: Stack, requests: Sequence[Recorded]) -> None:
         # Files do not say how long a block is: a power of two that suits most. A prompt's last one may be shorter.
         lengths = [(each.input_length, len(each.hash_ids)) for each in requests]

@@ -107,14 +107,11 @@ def text_of(messages: Messages) -> str:
 
 
 class Seen:
-    """The chats of one round so far."""
-
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._answers: dict[str, str] = {}
 
     def filled(self, chat: Messages) -> Messages:
-        """A chat with the server's answers in it."""
         filled: list[Mapping[str, Any]] = []
         for each in chat:
             said = each["content"] if each["content"] is not None else self._answers.get(text_of(filled)) or "Yes."

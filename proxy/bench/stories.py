@@ -107,7 +107,6 @@ def floored(tokens: int, unit: int = UNIT) -> int:
 
 
 def judge(line: Line, answers: Sequence[TimedAnswer], right: Sequence[TimedAnswer]) -> None:
-    """Write into `line` how far `answers` are from the `right` ones."""
     found = (exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True))
     worst = max(found, key=lambda difference: (difference.position is not None, difference.largest_error))
     line.compared, line.first_difference, line.largest_error = len(right), worst.position, worst.largest_error

@@ -85,7 +85,6 @@ class Found(msgspec.Struct, frozen=True):
         return replace(self, prefixes=(), layout=None, unplaced=(), turn_key=None)
 
     def entries(self) -> tuple[Entry, ...]:
-        """The hint, each entry once."""
         return distinct_entries([boundary.entry for boundary in self.boundaries])
 
 

@@ -35,8 +35,6 @@ class SharedText(NamedTuple):
 
 
 class _Node:
-    """Recent texts in one place of one prefix."""
-
     __slots__ = ("cuts", "size", "texts")
 
     def __init__(self) -> None:

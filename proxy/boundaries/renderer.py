@@ -73,8 +73,6 @@ class RenderFailed(Exception):
 
 
 class Renderer(Protocol):
-    """Token ids of a request."""
-
     async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         """`body` as it would be sent to `path`. Raise `RenderFailed` if there are none."""
 

@@ -105,7 +105,6 @@ def _spark(recipe: Recipe, places: Places) -> RecipeFiles:
 
 
 def make_mod(source: Path, folder: Path) -> str:
-    """A command that makes the mod in a folder."""
     return f"{shlex.quote(str(source / 'deploy/spark-vllm-docker/make-mod.sh'))} --alone {shlex.quote(str(folder))}"
 
 

@@ -66,7 +66,6 @@ class Start(NamedTuple):
 
     @property
     def words(self) -> Sequence[Word]:
-        """The arguments."""
         return self.command[self.behind :]
 
 
@@ -87,7 +86,6 @@ class DockerRun(NamedTuple):
         return found[0] if found else words
 
     def given(self, *names: str) -> list[str]:
-        """What is given for an option."""
         return [value for name, value in self.values if name in names]
 
 
@@ -161,7 +159,6 @@ def behind_serve(words: Sequence[str], before: str = "") -> int:
 
 
 def _scripts_in(values: Sequence[str]) -> list[int]:
-    """Which words of a command a shell runs."""
     if Path(values[0]).name in _GIVEN_SCRIPTS:
         return [number for number, value in enumerate(values) if number and " " in value]
     shell = next((number for number, value in enumerate(values) if Path(value).name in _SHELLS), len(values))
@@ -215,7 +212,6 @@ def _docker_run(start: Start) -> DockerRun:
 
 
 def _served(run: DockerRun) -> Start:
-    """What starts vLLM in the container."""
     script, words, values = run.start.script, run.arguments, [word.value for word in run.arguments]
     entrypoint = ["", *run.given("--entrypoint")][-1]
     for number in _scripts_in([entrypoint, *values]):

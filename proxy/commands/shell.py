@@ -65,7 +65,6 @@ class Script:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What is set so far."""
         return {name: words[0].value for name, words in self.names.items() if words and name != "@"}
 
     def within(self, word: Word, known: Mapping[str, str], given: Sequence[Word]) -> Script:

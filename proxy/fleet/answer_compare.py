@@ -54,14 +54,11 @@ class ContinuedToken(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """What a worker generated greedily."""
-
     steps: tuple[ContinuedToken, ...]
     cached: int  # tokens of the prompt that came from the cache, by the engine
 
     @property
     def hash(self) -> str:
-        """A name for its tokens."""
         return xxh3_64_hexdigest(" ".join(step.token for step in self.steps).encode())
 
     @property

@@ -33,8 +33,6 @@ async def addresses_of(host: str, port: int) -> Sequence[str]:
 
 @dataclass
 class _Service:
-    """One name, and what it was resolved to last."""
-
     url: str  # as the settings have it
     workers: frozenset[str] = frozenset()  # base URLs
     told_at: float = 0.0  # time.monotonic()

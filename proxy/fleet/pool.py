@@ -228,7 +228,6 @@ class WorkerPool:
             self._reconcile()
 
     def discover(self, urls: tuple[str, ...]) -> None:
-        """The names in the settings have these addresses now."""
         self.discovered = urls
         self._reconcile_and_look()
 

@@ -79,8 +79,6 @@ class _Watched:
 
 
 class _Cut(NamedTuple):
-    """What is replayed of a client's prompt."""
-
     prompt: Sequence[int]
     hint: Sequence[int]  # tokens
     salt: str | None

@@ -106,13 +106,10 @@ class Accepted(NamedTuple):
 
     @property
     def per_step(self) -> float:
-        """Accepted tokens of a step; 0 without one."""
         return self.tokens / self.steps if self.steps else 0.0
 
 
 class WorkerMetrics(NamedTuple):
-    """What a worker says of itself."""
-
     boot: str = ""  # when its server started, which tells one start from the next
     engine: EngineInfo | None = None  # None: no plugin of this release, or the plugin left vLLM untouched
     step_times: StepTimes = StepTimes()

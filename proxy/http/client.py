@@ -180,7 +180,6 @@ class Upstream:
             connection.check()
 
     def _why_not(self, error: Exception, number: int | None) -> str:
-        """Why there is no connection, in the words of an operator."""
         if isinstance(error, TimeoutError) and number is None:
             return f"no connection within {self._connect_timeout:g} s"
         if isinstance(error, ssl.SSLError):

@@ -99,7 +99,6 @@ def read_form(headers: HeaderList, raw: bytes) -> Steps[str]:
 
 
 def _type_in(headers: HeaderList) -> tuple[bytes, str]:
-    """The boundary and the character set of a form."""
     types = [value.strip() for name, value in headers if name == b"content-type"]
     found = _TYPE.fullmatch(types[0].rstrip(b"; \t"))
     if len(types) > 1 or found is None:

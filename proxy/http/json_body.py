@@ -211,8 +211,6 @@ Path = tuple[str | int, ...]
 
 
 class Edit(NamedTuple):
-    """The replacement of one value."""
-
     path: Path  # names and indices from the outermost object inwards
     new: Any
 

@@ -66,7 +66,6 @@ class Answer:
 
     @property
     def is_encoded(self) -> bool:
-        """Whether its body is compressed, or otherwise no text as it comes."""
         if self.header("content-encoding") is None:
             return False
         return bool(codings((name.lower(), value) for name, value in self.headers))
@@ -182,7 +181,6 @@ class WorkerConnection(asyncio.Protocol):
         return answer
 
     def resume(self) -> None:
-        """What waited has been read."""
         if self._is_paused:
             self._is_paused, self._heard = False, self._loop.time()
             self._transport.resume_reading()

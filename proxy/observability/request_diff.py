@@ -123,7 +123,6 @@ class PrefixChange(NamedTuple):
 
     @property
     def is_salt(self) -> bool:
-        """Whether the cache salt is the first that differs."""
         return self.what == "setting" and self.role == "cache_salt"
 
     def as_json(self, excerpts: bool) -> dict[str, Any]:
@@ -138,8 +137,6 @@ class PrefixChange(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """The request that another one continues in full."""
-
     messages: int
     prompt: int  # tokens, 0 if its worker has not reported them
 
@@ -334,7 +331,6 @@ class _Likeness:
 
     @cached_property
     def _alike(self) -> int:
-        """Of that, in the text that differs."""
         return alike(*texts, self._at) if (texts := self._texts) is not None else 0
 
     @cached_property

@@ -203,7 +203,6 @@ class Shadow(Part):
         return int(self._metrics.shadow_requests.get(("judged",), 0))
 
     def _lost_by_reason(self) -> dict[str, dict[str, Any]]:
-        """What was lost, whatever the model."""
         lost: dict[str, dict[str, Any]] = {}
         for (model, reason), tokens in self._metrics.shadow_lost_tokens.items():
             sums = lost.setdefault(reason, {"tokens": 0, "seconds": 0.0})

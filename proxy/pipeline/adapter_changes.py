@@ -31,8 +31,6 @@ NO_ROUTE = "it has no such route: start it with --enable-lora and VLLM_ALLOW_RUN
 
 
 class _Changed(NamedTuple):
-    """What became of a change at one worker."""
-
     worker: Worker
     status: int = 0  # 0: it gave no answer
     kind: bytes = b""  # content type
@@ -42,7 +40,6 @@ class _Changed(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Where it was not done, and why."""
         return f"{self.worker.name} ({self.why_not})"
 
 

@@ -206,7 +206,6 @@ class Ending:
         return True
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        """An event that tells how something has ended."""
         if self._path == MESSAGES:
             if event.get("type") == "message_delta":
                 self._ended[len(self._ended)] = event["delta"]["stop_reason"]

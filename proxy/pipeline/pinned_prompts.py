@@ -92,8 +92,6 @@ def _complaint(error: ValidationError) -> str:
 
 
 class Fate(NamedTuple):
-    """What became of a prompt at one worker."""
-
     boot: str
     word: str  # of `WORDS`
     again_at: float  # time.monotonic(): the worker is not asked again before
@@ -101,8 +99,6 @@ class Fate(NamedTuple):
 
 @dataclass(eq=False)
 class PinnedPrompt:
-    """One prompt, and what became of it at each worker."""
-
     name: str
     model: str
     raw: bytes  # the chat request
@@ -217,7 +213,6 @@ class PinnedPrompts(Part):
             await self.make_all()
 
     async def make_all(self) -> None:
-        """Pin and release what is to be, at every worker that is up."""
         async with asyncio.TaskGroup() as group:
             for worker in self._pool.up:
                 group.create_task(self.make(worker))

@@ -197,7 +197,6 @@ class Flight:
             del self._cache.flights[self._key]
 
     async def send(self, message: asgi.Scope) -> None:
-        """The next part of the answer, as ASGI has it."""
         if message["type"] == "http.response.start":
             self._begin(message)
         elif self._is_kept:
@@ -250,7 +249,6 @@ class Flight:
         return self._ending is not None and self._ending.is_final
 
     def _refuse(self) -> None:
-        """It is not one for others."""
         self._drop()
         self.landed.set()
 

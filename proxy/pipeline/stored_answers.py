@@ -41,7 +41,6 @@ class Source(NamedTuple):
 
     @classmethod
     def of(cls, worker: Worker, model: Any) -> Source:
-        """`worker` as it is now, for `model`."""
         name = worker.listed(model)
         card = next((entry for entry in worker.probed.models if entry.get("id") == name), None)
         told = tuple(str(card.get(name)) for name in _CARD) if card is not None else None
@@ -102,8 +101,6 @@ class _Share:
 
 @dataclass(eq=False)
 class StoredAnswers:
-    """Answers by their requests' digests."""
-
     _most: int  # bytes
     _evicted: Callable[[], None]  # called for each answer that goes because others need its room
     _entries: dict[bytes, Entry] = field(default_factory=dict)
@@ -120,7 +117,6 @@ class StoredAnswers:
         return self._most // LARGEST_SHARE
 
     def get(self, key: bytes) -> Entry | None:
-        """The entry, whether it stands or not."""
         return self._entries.get(key)
 
     def add(self, key: bytes, entry: Entry) -> bool:
@@ -159,7 +155,6 @@ class StoredAnswers:
         return True
 
     def returned(self, key: bytes, entry: Entry) -> None:
-        """One reader of it less."""
         entry.readers -= 1
         if entry.readers:
             return

@@ -161,7 +161,6 @@ def redis_status(gateway: Gateway) -> dict[str, Any]:
 
 
 def alarms(gateway: Gateway) -> list[str]:
-    """What nobody may overlook, in sentences."""
     sentences = []
     check = gateway.self_check
     if check.differs:
@@ -180,7 +179,6 @@ def alarms(gateway: Gateway) -> list[str]:
 
 
 def warnings(gateway: Gateway) -> list[str]:
-    """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
     sentences = [f"Worker {worker.name} gets no hints: {worker.refused}." for worker in up if worker.refused]
     sentences += [f"Worker {worker.name}: {worker.other_version}." for worker in up if worker.other_version]

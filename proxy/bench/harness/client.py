@@ -61,7 +61,6 @@ async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: i
 async def ask_all(
     client: httpx.AsyncClient, url: str, prompts: Sequence[Messages], tokens: int, parallel: int, **fields: Any
 ) -> list[TimedAnswer]:
-    """Answers to all `prompts`, at most `parallel` at a time."""
     gate = asyncio.Semaphore(parallel)
 
     async def one(messages: Messages) -> TimedAnswer:
@@ -163,8 +162,6 @@ class Passes(NamedTuple):
 
 
 class PassCounter:
-    """Counts an engine's passes by its log."""
-
     def __init__(self, log: Path) -> None:
         self._log = log
         self._offset = 0
