@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from sys import getsizeof
 from typing import Any, NamedTuple
@@ -172,6 +173,16 @@ def loads(raw: bytes) -> Any:
         return json.loads(raw)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
+
+
+def words_in(answer: bytes) -> str:
+    """What another server says in an error, in any of the usual shapes; all of it as it is if it has none."""
+    text = answer.decode(errors="replace")
+    with suppress(ValueError, AttributeError):
+        said = loads(answer)
+        said = said.get("error", said)
+        text = str(said if isinstance(said, str) else said.get("message") or said.get("detail") or text)
+    return text.strip()
 
 
 class OverBound(ValueError):
