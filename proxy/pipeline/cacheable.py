@@ -90,13 +90,9 @@ def is_repeatable(exchange: Exchange) -> bool:
         return False
     temperature = parsed.get("temperature")  # an absent one is the model's to choose
     is_greedy = type(temperature) in (int, float) and temperature == 0
-    return is_greedy or (HINTED[head.path].takes_seed and _is_seeded(parsed))
-
-
-def _is_seeded(body: Mapping[str, Any]) -> bool:
-    """Whether each token is drawn by the seed in the body; a search of beams takes none."""
-    seed = body.get("seed")
-    return type(seed) is int and seed != NO_SEED and flag(body.get("use_beam_search")) is False
+    is_seeded = type(parsed.get("seed")) is int and parsed["seed"] != NO_SEED
+    takes_seed = HINTED[head.path].takes_seed and flag(parsed.get("use_beam_search")) is False  # of beams takes none
+    return is_greedy or (is_seeded and takes_seed)
 
 
 def _has_tools_of_the_server(tools: Any) -> bool:

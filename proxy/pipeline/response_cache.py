@@ -172,12 +172,9 @@ class Flight:
     """
 
     def __init__(self, cache: ResponseCache, key: bytes, exchange: Exchange) -> None:
-        """The request has a worker."""
-        if (worker := exchange.worker) is None:
-            raise RuntimeError("The request has no worker yet.")
         self._cache, self._key, self._exchange, self._send = cache, key, exchange, exchange.send
         self._answers = cache.answers
-        self._source = Source.of(worker, exchange.model)  # as it was when it got the request
+        self._source = Source.of(exchange.at, exchange.model)  # as it was when it got the request
         self._voided = cache.voided
         self._start: asgi.Scope | None = None
         self._ending: Ending | None = None
@@ -232,21 +229,17 @@ class Flight:
         self._ending.see(piece)
 
     def _end(self) -> None:
-        exchange, start, pieces = self._exchange, self._start, grouped(self._pieces)
+        exchange, start, source, pieces = self._exchange, self._start, self._source, grouped(self._pieces)
         self._drop()
-        if start is not None and self._may_be_stored():
-            source = Source.of(self._source.worker, exchange.model)
+        is_void = self._voided != self._cache.voided or exchange.reply.failure or exchange.worker is not source.worker
+        is_final = (
+            not is_void and source.is_still(exchange.model) and self._ending is not None and self._ending.is_final
+        )
+        if start is not None and is_final:
+            source = Source.of(source.worker, exchange.model)
             headers = [header for header in start["headers"] if header[0] in KEPT]  # the same for all who get it
             self._answers.add(self._key, Entry(headers, pieces, source, exchange.head.owner))
         self.landed.set()
-
-    def _may_be_stored(self) -> bool:
-        exchange, source = self._exchange, self._source
-        if self._voided != self._cache.voided or exchange.reply.failure:
-            return False
-        if exchange.worker is not source.worker or not source.is_still(exchange.model):
-            return False
-        return self._ending is not None and self._ending.is_final
 
     def _refuse(self) -> None:
         self._drop()

@@ -59,7 +59,7 @@ def status(gateway: Gateway) -> dict[str, Any]:
         "directory_entries": len(gateway.prefix_index),
         "known_positions": len(gateway.reader.positions),
         "hot_prefixes": len(gateway.warmup),
-        "text_bytes_held": gateway.text_held,
+        "text_bytes_held": gateway.reader.held + gateway.shelf.held,
         "shadow": gateway.shadow.status(),
     }
 
