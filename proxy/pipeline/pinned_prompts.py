@@ -13,6 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -125,25 +126,25 @@ class PinnedPrompt:
         return time.monotonic() >= self.fates[worker.url].again_at
 
 
+@dataclass(eq=False)
 class PinnedPrompts(Part):
     name = "pinned_prompts"
 
-    def __init__(
-        self, settings: Settings, pool: WorkerPool, keys: KeyRing | None, reader: PromptReader, replayer: Replayer
-    ) -> None:
+    _settings: Settings
+    _pool: WorkerPool
+    _keys: KeyRing | None
+    _reader: PromptReader
+    _replayer: Replayer
+    _prompts: dict[str, PinnedPrompt] = field(default_factory=dict)
+    _released: list[PinnedPrompt] = field(default_factory=list)  # their blocks are still to be let go
+    # By the worker's address: its pins come and go one batch at a time.
+    _turns: dict[str, asyncio.Lock] = field(default_factory=dict)
+    file: WatchedFile[list[PinEntry]] | None = None
+
+    def __post_init__(self) -> None:
         """Raises `SettingsError` for a file that cannot be used."""
-        self._limits = settings.json_limits
-        self._most_values = settings.max_boundary_values
-        self._pool = pool
-        self._keys = keys
-        self._reader = reader
-        self._replayer = replayer
-        self._prompts: dict[str, PinnedPrompt] = {}
-        self._released: list[PinnedPrompt] = []  # their blocks are still to be let go
-        self._turns: dict[str, asyncio.Lock] = {}  # by the worker's address: its pins come and go one batch at a time
-        self.file: WatchedFile[list[PinEntry]] | None = None
-        if settings.prefixes_file is not None:
-            self.file = WatchedFile("prefixes_file", settings.prefixes_file, self._read, EXAMPLE)
+        if (path := self._settings.prefixes_file) is not None:
+            self.file = WatchedFile("prefixes_file", path, self._read, EXAMPLE)
             self._load(self.file.value)
 
     def __len__(self) -> int:
@@ -159,7 +160,7 @@ class PinnedPrompts(Part):
         A prompt that has the name already is released. Raises `BadRequest`, or `PinRefused` if there is room nowhere.
         """
         try:
-            entry = PinEntry.model_validate(parse_object(raw, *self._limits))
+            entry = PinEntry.model_validate(parse_object(raw, *self._settings.json_limits))
         except ValidationError as error:
             where = error.errors()[0]["loc"]
             raise BadRequest(f"{_complaint(error)}.", param=str(where[0]) if where else None) from None
@@ -233,11 +234,9 @@ class PinnedPrompts(Part):
             return
         for name in list(self._prompts):
             self._drop(name)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await self.make_all()
-        except TimeoutError:
-            pass
         if held := sum(map(self._is_held, self._released)):
             logger.warning("%d prompts stay pinned until workers restart: salt_secret_file keeps salts", held)
 
@@ -286,9 +285,9 @@ class PinnedPrompts(Part):
         key = prompt.key
         if key is not None:  # what is pinned is kept, and let go under the salt that it was pinned with
             key = replace(key, salt=prompt.salt or "", entry=key.entry.model_copy(update={"keep": None}))
-        exchange = exchange_of(scope, prompt.raw, prompt.name, key)
-        body, parsed = exchange.body, parse_object(prompt.raw, *self._limits)
-        body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
+        exchange, settings = exchange_of(scope, prompt.raw, prompt.name, key), self._settings
+        body, parsed = exchange.body, parse_object(prompt.raw, *settings.json_limits)
+        body.memory = memory_of(parsed, len(prompt.raw), settings.max_boundary_values)
         exchange.take(parsed, asks_usage=False)
         found = await self._reader.find_beside(exchange, worker)
         if not worker.hint(found):
@@ -318,7 +317,7 @@ class PinnedPrompts(Part):
             raise BadRequest("key: this gateway has no API keys.", param="key")
         try:
             raw = json.dumps(entry.body, allow_nan=False).encode()
-            parse_object(raw, *self._limits)
+            parse_object(raw, *self._settings.json_limits)
         except (ValueError, RecursionError):
             text = "body: it is no JSON that a worker reads: NaN and infinite numbers are none."
             raise BadRequest(text, param="body") from None
