@@ -97,9 +97,6 @@ class StoryStage:
         """Prompts nobody has seen that share exactly `shared` tokens."""
         return await with_shared_tokens(self.client, self.reference, shared, self.fresh_seed())
 
-    async def right_answers(self, prompts: Sequence[Messages]) -> list[TimedAnswer]:
-        return await ask_all(self.client, self.reference, prompts, MIN_TOKENS, parallel=8)
-
 
 def floored(tokens: int, unit: int = UNIT) -> int:
     """The oracle's hit for `tokens` shared tokens."""
@@ -119,7 +116,8 @@ async def _one_after_the_other(
 
     Hits are those of the first chat, and of its answers the `judged` ones are compared; the others are for the medians.
     """
-    right = await stage.right_answers([chats[0][index] for index in judged])
+    prompts = [chats[0][index] for index in judged]
+    right = await ask_all(stage.client, stage.reference, prompts, MIN_TOKENS, parallel=8)
     lines = [Line(contender.name) for contender in stage.contenders]
     answers: list[list[TimedAnswer]] = [[] for _ in lines]  # to the first chat
     passes: list[tuple[list[int], list[int]]] = [([], []) for _ in lines]  # cold and warm

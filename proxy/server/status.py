@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
+from proxy.fleet.self_check import SelfCheck
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
 from proxy.observability.totals import SLOTS, SLOTS_OF_MINUTE, Totals, by_key
+from proxy.pipeline.gateway import Gateway
 from proxy.version import version
-
-if TYPE_CHECKING:
-    from proxy.fleet.self_check import SelfCheck
-    from proxy.pipeline.gateway import Gateway
 
 MOST_REQUESTS = 50
 HOUR = 3600.0  # seconds
@@ -147,11 +145,12 @@ def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
     """Which facts of a template are learnt under its default setting, and which it does not determine."""
     if facts is None:
         return {"learnt": False, "known": [], "unknown": []}
-    found: dict[str, object] = {f"end of a {role} turn": facts.end(role) for role in get_args(Role)}
+    found: dict[str, object] = {f"end of a {role} turn": facts.ends.get(role) for role in get_args(Role)}
     for place, tools in product(get_args(OpenerPlace), (False, True)):
+        opener = facts.openers.get((place, tools))
         # Without tools there are no results, and in most templates nothing moves.
-        if (tools or place not in ("tool", "results")) and (place != "next" or facts.opener(place, tools)):
-            found[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools)
+        if (tools or place not in ("tool", "results")) and (place != "next" or opener):
+            found[f"opener: {place}{' with tools' if tools else ''}"] = opener
     unknown = [name for name, fact in found.items() if fact is None]
     return {"learnt": True, "known": [name for name in found if name not in unknown], "unknown": unknown}
 
