@@ -258,11 +258,6 @@ class Worker:
         return self.engine.other_version if self.engine is not None else ""
 
     @property
-    def drafts(self) -> bool:
-        """Whether speculative decoding is on, and no plugin says what it makes of hints beside it."""
-        return self.probed.metrics.drafts and self.probed.metrics.engine is None
-
-    @property
     def trial_figures(self) -> str:
         """How far its trial of drafts is, for people; empty if that is not known, or hints are open."""
         return self.draft_gate.figures if self.draft_gate is not None and self.draft_state in (TRIAL, CLOSED) else ""

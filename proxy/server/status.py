@@ -195,7 +195,8 @@ def warnings(gateway: Gateway) -> list[str]:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
         counted = "what the plugin would save is counted as if it used hints with drafts"
         drafting = f"drafts: {counted}, which it does once they have passed a trial, at each start"
-        sentences += [f"Worker {worker.name} {drafting}." for worker in up if worker.drafts]
+        told = ((worker.name, worker.probed.metrics) for worker in up)
+        sentences += [f"Worker {name} {drafting}." for name, metrics in told if metrics.drafts and not metrics.engine]
     else:
         for worker in up:
             if worker.engine is None and not worker.refused:
