@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from proxy.config_files import VALUE_ERROR, read_toml, service_url, worker_url
+from proxy.config_files import complaint_of, read_toml, service_url, worker_url
 from proxy.errors import SettingsError, did_you_mean
 
 PREFIX = "SEAMARK_"
@@ -339,11 +339,7 @@ def _is_service(name: str, value: str) -> bool:
 def _complaints(errors: Sequence[Any]) -> list[str]:
     complaints = []
     for error in errors:
-        message = error["msg"].removeprefix(VALUE_ERROR)
-        if not error["loc"]:  # of settings that do not go together
-            complaints.append(message)
-            continue
-        hidden = error["loc"][0] in SECRET or "@" in str(error["input"])  # a worker's URL may hold a password
-        got = "" if hidden else f" (got {error['input']!r})"
-        complaints.append(f"{'.'.join(str(part) for part in error['loc'])}: {message}{got}")
+        # Of settings that do not go together, nothing is shown; a worker's URL may hold a password.
+        hidden = not error["loc"] or error["loc"][0] in SECRET or "@" in str(error["input"])
+        complaints.append(complaint_of(error) + ("" if hidden else f" (got {error['input']!r})"))
     return complaints

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from proxy.chat.chat import CHAT
-from proxy.config_files import VALUE_ERROR, WatchedFile
+from proxy.config_files import WatchedFile, complaint_of
 from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
 from proxy.fleet.hot_prefixes import WarmupRequest, replay_all
 from proxy.fleet.part import Change, Part
@@ -82,14 +82,6 @@ EXAMPLE = """\
 A correct file: [{"name": "rules", "body": {"model": "M", "messages": [{"role": "system", "content": "..."}]}}]"""
 
 _FILE = TypeAdapter(list[PinEntry])
-
-
-def _complaint(error: ValidationError) -> str:
-    """The first thing wrong, without what was given: it may be a prompt."""
-    first = error.errors(include_input=False, include_url=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    words = first["msg"].removeprefix(VALUE_ERROR)
-    return f"{where}: {words}" if where else words
 
 
 class Fate(NamedTuple):
@@ -162,8 +154,9 @@ class PinnedPrompts(Part):
         try:
             entry = PinEntry.model_validate(parse_object(raw, *self._settings.json_limits))
         except ValidationError as error:
-            where = error.errors()[0]["loc"]
-            raise BadRequest(f"{_complaint(error)}.", param=str(where[0]) if where else None) from None
+            first = error.errors()[0]
+            where = str(first["loc"][0]) if first["loc"] else None
+            raise BadRequest(f"{complaint_of(first)}.", param=where) from None
         prompt = self._prompt(entry)
         previous = self._prompts.get(entry.name)
         if previous is not None and previous.from_file:
@@ -336,7 +329,7 @@ class PinnedPrompts(Part):
         try:
             entries = _FILE.validate_json(raw)
         except ValidationError as error:
-            raise SettingsError(f"{where}: {_complaint(error)}") from None
+            raise SettingsError(f"{where}: {complaint_of(error.errors()[0])}") from None
         for name, times in Counter(entry.name for entry in entries).items():
             if times > 1:
                 raise SettingsError(f"{where}: two prompts are called {name!r}")
