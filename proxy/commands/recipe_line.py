@@ -131,7 +131,9 @@ def _starts(script: Script, outer: ShellCommand | None = None, python: str = "py
         if names[0] in _SAYING:
             continue
         variables = {**script.variables, **command.variables}
-        run = _behind_run(names)
+        at = next((number for number, name in enumerate(names) if name in ("docker", "podman")), len(names)) + 1
+        at += names[at : at + 1] == ["container"]
+        run = at + 1 if names[at : at + 1] == ["run"] else 0
         if behind := run or behind_serve(values):
             own, is_quoted = _python(values[:behind], python), outer is not None
             yield Start(command.words, behind, outer or command, is_quoted, variables, own, script, run > 0)
@@ -139,13 +141,6 @@ def _starts(script: Script, outer: ShellCommand | None = None, python: str = "py
             word, *given = command.words[number:]
             inner = script.within(word, {**(script.known or {}), **variables}, given)
             yield from _starts(inner, outer or command, python)
-
-
-def _behind_run(names: Sequence[str]) -> int:
-    """Behind `docker run`; 0 without it."""
-    at = next((number for number, name in enumerate(names) if name in ("docker", "podman")), len(names)) + 1
-    at += names[at : at + 1] == ["container"]
-    return at + 1 if names[at : at + 1] == ["run"] else 0
 
 
 def behind_serve(words: Sequence[str], before: str = "") -> int:

@@ -192,21 +192,16 @@ class OverBound(ValueError):
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:
     """`raw`, an object of these `names` in UTF-8, with `put` set and `dropped` removed; the rest byte for byte."""
     gone = {name for name in (*put, *dropped) if name in names}
-    if gone:
-        raw = _without(raw, gone)
+    if gone:  # each time, if one occurs several times
+        text = raw.decode(errors="surrogatepass")
+        spans = _values(text)
+        kept = ",".join(text[span.first : span.end] for span in spans if span.name not in gone)
+        raw = (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
     if not put:
         return raw
     end = raw.rindex(b"}")
     fields = _encode(put)[1:-1].encode()
     return b"%b%b%b%b" % (raw[:end], b"," if len(names) > len(gone) else b"", fields, raw[end:])
-
-
-def _without(raw: bytes, names: Collection[str]) -> bytes:
-    """`raw` without these outermost fields. A field that occurs several times is removed each time."""
-    text = raw.decode(errors="surrogatepass")
-    spans = _values(text)
-    kept = ",".join(text[span.first : span.end] for span in spans if span.name not in names)
-    return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
 
 def with_xargs(raw: bytes, xargs: Mapping[str, Any] | None, put: Mapping[str, Any]) -> bytes:
