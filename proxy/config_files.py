@@ -73,7 +73,8 @@ def model_in(raw: bytes, where: str, model: type[M]) -> M:
     try:
         return model.model_validate(toml_in(raw, where))
     except ValidationError as error:
-        fields = _field_names(model)
+        schema = model.model_json_schema()  # of it and of all models in it
+        fields = [name for each in (schema, *schema.get("$defs", {}).values()) for name in each.get("properties", {})]
         raise SettingsError(f"{where}: {'; '.join(complaint_of(each, fields) for each in error.errors())}") from None
 
 
@@ -85,11 +86,6 @@ def complaint_of(error: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
     elif fields and error["type"] == "missing":
         words = "it is missing"
     return f"{'.'.join(map(str, place))}: {words}" if place else words
-
-
-def _field_names(model: type[BaseModel]) -> list[str]:
-    schema = model.model_json_schema()
-    return [name for each in (schema, *schema.get("$defs", {}).values()) for name in each.get("properties", {})]
 
 
 def read_secret(setting: str, path: Path) -> str:

@@ -213,7 +213,10 @@ class PinnedPrompts(Part):
 
     async def make(self, worker: Worker) -> None:
         async with self._turns.setdefault(worker.url, asyncio.Lock()):
-            self._follow_salts()
+            for prompt in self._prompts.values():
+                if prompt.key is not None and prompt.key.salt != prompt.salt:  # the key is in another group now:
+                    self._released.append(replace(prompt))  # what is pinned under its old salt is to go
+                    prompt.salt, prompt.fates = prompt.key.salt, {}
             for prompt in [prompt for prompt in self._released if prompt.is_to_go(worker)]:
                 await self._send(prompt, worker, pin=False)
             self._released = [prompt for prompt in self._released if self._is_held(prompt)]
@@ -232,13 +235,6 @@ class PinnedPrompts(Part):
                 await self.make_all()
         if held := sum(map(self._is_held, self._released)):
             logger.warning("%d prompts stay pinned until workers restart: salt_secret_file keeps salts", held)
-
-    def _follow_salts(self) -> None:
-        """A key has another salt once it is in another group: what is pinned under the old one is to go."""
-        for prompt in self._prompts.values():
-            if prompt.key is not None and prompt.key.salt != prompt.salt:
-                self._released.append(replace(prompt))
-                prompt.salt, prompt.fates = prompt.key.salt, {}
 
     def _is_held(self, prompt: PinnedPrompt) -> bool:
         return any(prompt.fate(worker) == PINNED for worker in self._pool.workers)
