@@ -35,14 +35,14 @@ class SharedText(NamedTuple):
     key: bytes
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Node:
     texts: OrderedDict[bytes, str] = field(default_factory=OrderedDict)  # by the key after them
     cuts: list[SharedText] = field(default_factory=list)  # that several of them share, most recently used last
     size: int = PLACE_BYTES
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class DivergenceLearner:
     """Recent texts by what stands before them; the least recently used place is forgotten first."""
 

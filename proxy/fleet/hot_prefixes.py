@@ -73,7 +73,7 @@ class _HotPrefix:
         return self.uses * math.exp2((self.used_at - now) / HALF_LIFE)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class WarmupSet:
     """Prefixes that were shared, by key; the least recently used is forgotten first."""
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -408,8 +407,7 @@ class WorkerPool:
         Raises `Unwell` if it answers and cannot be used.
         """
         last, asked, of_plugin = worker.probed, self._probe_of(worker), worker.engine is not None
-        lull = partial(self._idle.lull, SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
-        probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=lull)
+        probed = await asked.probe(last, own_id=self.gateway_id, of_plugin=of_plugin, lull=self._lull)
         self._note(worker, probed)
         if probed.reports.ranks != self._ranks.get(worker.address, ()):
             # Each engine has a cache of its own: it is a worker of its own, and requests are sent to it by its rank.
@@ -460,6 +458,9 @@ class WorkerPool:
     def _stop_learning(self, worker: Worker) -> None:
         if (task := self._learning.pop(worker.url, None)) is not None:
             task.cancel()
+
+    async def _lull(self) -> None:
+        await self._idle.lull(SHORT_PATIENCE_SECONDS)  # requests may wait for the first probe
 
     def _probe_of(self, worker: Worker) -> Probe:
         return Probe(self._upstream, worker.address, worker.url)
