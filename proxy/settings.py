@@ -216,7 +216,9 @@ class Settings(BaseModel):
         return {**IN_SHADOW, **values} if on else values
 
     @model_validator(mode="after")
-    def _beside_one_worker(self) -> Settings:
+    def _together(self) -> Settings:
+        if not set(self.worker).isdisjoint(self.prefill_worker):
+            raise ValueError("prefill_worker: it names a worker that worker names, too; each has one part")
         if self.sidecar:
             if len(self.worker) != 1:
                 raise ValueError("sidecar: it stands beside one vLLM: name that one with --worker")
@@ -254,12 +256,6 @@ class Settings(BaseModel):
         if any(not name.startswith("ssl_") and name != "db" for name, _ in parse_qsl(parts.query)):
             raise ValueError("its URL may hold no options but db and those that begin with ssl_")
         return url.strip()
-
-    @model_validator(mode="after")
-    def _one_part_each(self) -> Settings:
-        if not set(self.worker).isdisjoint(self.prefill_worker):
-            raise ValueError("prefill_worker: it names a worker that worker names, too; each has one part")
-        return self
 
     @field_validator("worker", "prefill_worker", "workers_dns", mode="before")
     @classmethod
