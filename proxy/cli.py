@@ -65,7 +65,6 @@ READER_LEFT = 141  # as a shell says it of what SIGPIPE has ended
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command; its exit status."""
     try:
         try:
             return _run(argv)

@@ -11,7 +11,7 @@ import re
 import stat
 import tomllib
 from codecs import BOM_UTF8
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -73,26 +73,19 @@ def model_in(raw: bytes, where: str, model: type[M]) -> M:
     try:
         return model.model_validate(toml_in(raw, where))
     except ValidationError as error:
-        fields = _field_names(model)
-        wrong = "; ".join(_complaint(each["loc"], each["type"], each["msg"], fields) for each in error.errors())
-        raise SettingsError(f"{where}: {wrong}") from None
+        schema = model.model_json_schema()  # of it and of all models in it
+        fields = [name for each in (schema, *schema.get("$defs", {}).values()) for name in each.get("properties", {})]
+        raise SettingsError(f"{where}: {'; '.join(complaint_of(each, fields) for each in error.errors())}") from None
 
 
-VALUE_ERROR = "Value error, "  # pydantic's word before those of a validator
-
-
-def _complaint(location: tuple[int | str, ...], kind: str, words: str, fields: list[str]) -> str:
-    if kind == "extra_forbidden":
-        words = f"there is no such field{did_you_mean(str(location[-1]).replace('-', '_').lower(), fields)}"
-    elif kind == "missing":
+def complaint_of(error: Mapping[str, Any], fields: Sequence[str] = ()) -> str:
+    """One of pydantic's, and where it is, without what was given. `fields`: that there are."""
+    place, words = error["loc"], error["msg"].removeprefix("Value error, ")
+    if fields and error["type"] == "extra_forbidden":
+        words = f"there is no such field{did_you_mean(str(place[-1]).replace('-', '_').lower(), fields)}"
+    elif fields and error["type"] == "missing":
         words = "it is missing"
-    return f"{'.'.join(map(str, location))}: {words.removeprefix(VALUE_ERROR)}"
-
-
-def _field_names(model: type[BaseModel]) -> list[str]:
-    """Of a model and all models in it."""
-    schema = model.model_json_schema()
-    return [name for each in (schema, *schema.get("$defs", {}).values()) for name in each.get("properties", {})]
+    return f"{'.'.join(map(str, place))}: {words}" if place else words
 
 
 def read_secret(setting: str, path: Path) -> str:
@@ -224,8 +217,6 @@ def base_url(url: str) -> str:
 
 
 class WorkerEntry(BaseModel):
-    """A `[[worker]]` of the workers file."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     url: str

@@ -47,7 +47,6 @@ class Tally(defaultdict[Labels, float]):
         return family
 
     def remove_by_labels(self, labels: Mapping[str, str]) -> None:
-        """Drop all series with these labels."""
         for series in list(self):
             if labels.items() <= dict(zip(self._labelnames, series, strict=True)).items():
                 del self[series]

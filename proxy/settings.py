@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from proxy.config_files import VALUE_ERROR, read_toml, service_url, worker_url
+from proxy.config_files import complaint_of, read_toml, service_url, worker_url
 from proxy.errors import SettingsError, did_you_mean
 
 PREFIX = "SEAMARK_"
@@ -216,7 +216,9 @@ class Settings(BaseModel):
         return {**IN_SHADOW, **values} if on else values
 
     @model_validator(mode="after")
-    def _beside_one_worker(self) -> Settings:
+    def _together(self) -> Settings:
+        if not set(self.worker).isdisjoint(self.prefill_worker):
+            raise ValueError("prefill_worker: it names a worker that worker names, too; each has one part")
         if self.sidecar:
             if len(self.worker) != 1:
                 raise ValueError("sidecar: it stands beside one vLLM: name that one with --worker")
@@ -255,12 +257,6 @@ class Settings(BaseModel):
             raise ValueError("its URL may hold no options but db and those that begin with ssl_")
         return url.strip()
 
-    @model_validator(mode="after")
-    def _one_part_each(self) -> Settings:
-        if not set(self.worker).isdisjoint(self.prefill_worker):
-            raise ValueError("prefill_worker: it names a worker that worker names, too; each has one part")
-        return self
-
     @field_validator("worker", "prefill_worker", "workers_dns", mode="before")
     @classmethod
     def _workers(cls, value: Any, info: ValidationInfo) -> tuple[str, ...]:
@@ -280,7 +276,6 @@ class Settings(BaseModel):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option per setting, and `--config`."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with these settings")
     for name, field in Settings.model_fields.items():
         flag = "--" + name.replace("_", "-")
@@ -340,11 +335,7 @@ def _is_service(name: str, value: str) -> bool:
 def _complaints(errors: Sequence[Any]) -> list[str]:
     complaints = []
     for error in errors:
-        message = error["msg"].removeprefix(VALUE_ERROR)
-        if not error["loc"]:  # of settings that do not go together
-            complaints.append(message)
-            continue
-        hidden = error["loc"][0] in SECRET or "@" in str(error["input"])  # a worker's URL may hold a password
-        got = "" if hidden else f" (got {error['input']!r})"
-        complaints.append(f"{'.'.join(str(part) for part in error['loc'])}: {message}{got}")
+        # Of settings that do not go together, nothing is shown; a worker's URL may hold a password.
+        hidden = not error["loc"] or error["loc"][0] in SECRET or "@" in str(error["input"])
+        complaints.append(complaint_of(error) + ("" if hidden else f" (got {error['input']!r})"))
     return complaints

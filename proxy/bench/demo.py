@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from proxy.bench import picture, stories
+from proxy.bench import stories
 from proxy.bench.harness import planted
 from proxy.bench.harness.client import CHAT, COMPLETION, ask_all, open_client
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
@@ -153,11 +153,9 @@ def _cells(line: Line) -> tuple[str, ...]:
     )
 
 
-def start(
-    servers: Servers, folder: Path, block: int, say: Callable[..., None], more: Sequence[str] = ()
-) -> tuple[list[Contender], Server]:
+def start(servers: Servers, folder: Path, block: int, say: Callable[..., None]) -> tuple[list[Contender], Server]:
     """What is compared, Seamark's engine behind its gateway, and an engine without a cache; defects go to `folder`."""
-    model, flags = generated_model(say), ("--block-size", str(block), *more)
+    model, flags = generated_model(say), ("--block-size", str(block))
     say("starting four engines, a minute on two cores: Seamark, vLLM alone, vLLM tuned, and one without a cache")
     seamark = servers.engine("seamark", model, flags=flags)
     alone = servers.engine("vllm-alone", model, "reference", flags)
@@ -173,27 +171,14 @@ def start(
     return [Contender(SEAMARK, seamark, gateway.url), Contender(ALONE, alone), Contender(TUNED, tuned)], reference
 
 
-def draw_picture(file: Path, say: Callable[..., None]) -> int:
-    panels = {}
-    for block in picture.BLOCKS:
-        with tempfile.TemporaryDirectory(prefix="seamark-picture-") as name, Servers(Path(name)) as servers:
-            contenders, reference = start(servers, Path(name), block, say, ("--max-model-len", "12288"))
-            panels[block] = asyncio.run(picture.measure(contenders, reference.url))
-    file.write_text(picture.draw(panels))
-    return 0
-
-
 def main(argv: list[str]) -> int:
     parser = Parser(prog="seamark bench demo", description="the stories of the README, on real engines")
     parser.add_argument("--all", action="store_true", help="print the tables, which the report has anyway")
     parser.add_argument("--keep", action="store_true", help="serve on afterwards and print the base_url")
     parser.add_argument("--sizes", type=int, nargs="+", default=stories.SIZES, metavar="TOKENS", help="shared lengths")
     parser.add_argument("--block-size", type=int, default=BLOCK, metavar="N", help=f"tokens a block, 32 x n ({BLOCK})")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="only draw README's, in half an hour")
     args = parser.parse_args(argv)
     began, say = time.monotonic(), narrator()
-    if args.picture:
-        return draw_picture(args.picture, say)
     with tempfile.TemporaryDirectory(prefix="seamark-demo-") as name, Servers(Path(name)) as servers:
         folder = Path(name) / "planted"
         contenders, reference = start(servers, folder, args.block_size, say)

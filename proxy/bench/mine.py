@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from proxy.bench.harness.client import Messages, open_client
-from proxy.bench.harness.prompts import QUESTIONS, prose
+from proxy.bench.harness.client import QUESTIONS, Messages, open_client, prose
 from proxy.bench.shapes import QUICK, SHAPES, Seen, SharingShape, in_system, message
 from proxy.commands.parser import Parser
 from proxy.config_files import base_url, read_secret, without_credentials
@@ -32,6 +31,7 @@ from proxy.errors import SettingsError, did_you_mean
 from proxy.fleet import worker_metrics
 from proxy.fleet.probe import models_in
 from proxy.fleet.worker_metrics import Accepted
+from proxy.http.json_body import words_in
 
 # What is asked.
 LENGTHS, QUICK_LENGTHS = (2000, 6000), (2000,)  # tokens of documents
@@ -55,6 +55,7 @@ SOONER = 0.7  # later over first from which time alone shows a hit
 REACH = 0.02  # seconds below which neither is said to be sooner
 HELD_BACK = 0.005  # seconds within which a whole answer comes only if something held it back: that is no speed
 UNIT = 64  # tokens from which a common divisor of all hits is told
+MOST_SAID = 300  # characters of what a stack says of an error
 
 
 class Unusable(Exception):
@@ -144,7 +145,6 @@ class MinedRow:
 
 
 def _speed(together: Sequence[AskedRequest]) -> float | None:
-    """None if that is no speed."""
     begun = min(each.sent + each.reply.first_token for each in together)
     seconds = max(each.sent + each.reply.last_token for each in together) - begun
     tokens = sum(max(0, each.reply.output_tokens - 1) for each in together)
@@ -192,7 +192,7 @@ class Stack:
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
                 answer = await self._get("/v1/models", PROBE_SECONDS)
         if answer.status_code in (401, 403):
-            raise self._error(answer.status_code, "")
+            raise self._error(answer.status_code, b"")
         entries = models_in(answer.content) or []
         self._models = [entry["id"] for entry in entries]
         if not self.model and not self._models:
@@ -244,7 +244,7 @@ class Stack:
         stream = self.client.stream("POST", self.url + "/v1/chat/completions", json=body)
         async with self._asking(), stream as response:
             if response.status_code != 200:
-                raise self._error(response.status_code, (await response.aread()).decode(errors="replace"))
+                raise self._error(response.status_code, await response.aread())
             async for event in _events(response, self.shown):
                 usage = event.get("usage") or usage
                 for choice in event.get("choices") or ():
@@ -331,17 +331,16 @@ class Stack:
     async def _own_drafts(self) -> Accepted | None:
         return worker_metrics.read((await self._get("/metrics", METRICS_SECONDS)).text).accepted
 
-    def _error(self, status: int, body: str) -> Unusable:
+    def _error(self, status: int, body: bytes) -> Unusable:
         if status in (401, 403):
             wants = "refuses the" if self._has_key else "wants a"
             return Unusable(f"{self.shown} {wants} key (status {status}): --api-key-file FILE, or OPENAI_API_KEY")
         if status == 404 and self._models and self.model not in self._models:
             served = ", ".join(self._models) + did_you_mean(self.model, self._models)
             return Unusable(f"{self.shown} serves no model {self.model!r}, but {served}")
-        return Unusable(f"{self.shown} answers {status}: {_message(body)}")
+        return Unusable(f"{self.shown} answers {status}: {words_in(body)[:MOST_SAID] or 'nothing'}")
 
     def rows(self) -> dict[tuple[str, int], MinedRow]:
-        """By shape and length."""
         asked: dict[tuple[str, int], list[AskedRequest]] = {}
         for each in self.asked:
             asked.setdefault((each.shape, each.length), []).append(each)
@@ -353,17 +352,6 @@ class Stack:
         found = {each.reply.cached_tokens or 0 for each in self.asked} - {0}
         unit = math.gcd(*found)
         return unit if unit >= UNIT and len(found) > 1 else 1
-
-
-def _message(body: str) -> str:
-    """What an error answer says, in any of the usual shapes; at most 300 characters."""
-    try:
-        said = json.loads(body)
-        said = said.get("error", said)
-        text = str(said if isinstance(said, str) else said.get("message") or said.get("detail") or body)
-    except (ValueError, AttributeError):
-        text = body
-    return text.strip()[:300] or "nothing"
 
 
 async def _events(response: httpx.Response, shown: str) -> AsyncIterator[Mapping[str, Any]]:
@@ -379,7 +367,7 @@ async def _events(response: httpx.Response, shown: str) -> AsyncIterator[Mapping
         if not isinstance(event, dict):
             raise Unusable(f"{shown} streams what is no JSON object")
         if event.get("error"):
-            raise Unusable(f"{shown} breaks its stream off: {_message(data)}")
+            raise Unusable(f"{shown} breaks its stream off: {words_in(data.encode())[:MOST_SAID]}")
         yield event
 
 
@@ -423,7 +411,6 @@ def _drafts(drafts: Accepted | None) -> str:
 
 
 def verdict(stack: Stack) -> str:
-    """One sentence."""
     rows = {key: row for key, row in stack.rows().items() if row.later}
     if not rows:
         return "No request was answered that shares anything with an earlier one."
@@ -495,7 +482,6 @@ async def measure(
 
 
 def parser_of(name: str, description: str) -> Parser:
-    """The flags that say which stack is asked."""
     parser = Parser(prog=f"seamark bench {name}", description=description)
     parser.add_argument("--base-url", required=True, metavar="URL", help="any OpenAI-compatible server")
     parser.add_argument("--model", help="default: the first of /v1/models")

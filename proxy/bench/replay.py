@@ -19,8 +19,7 @@ from typing import Annotated
 
 import msgspec
 
-from proxy.bench.harness.client import Messages
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import Messages, prose
 from proxy.bench.mine import AskedRequest, MinedRow, Stack, Unusable, key_in, parser_of, say
 from proxy.bench.shapes import message
 from proxy.errors import SettingsError
@@ -53,8 +52,6 @@ def read(path: Path) -> list[Recorded]:
 
 
 class Replay:
-    """A trace that is sent to a stack."""
-
     def __init__(self, stack: Stack, requests: Sequence[Recorded]) -> None:
         # Files do not say how long a block is: a power of two that suits most. A prompt's last one may be shorter.
         lengths = [(each.input_length, len(each.hash_ids)) for each in requests]

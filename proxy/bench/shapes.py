@@ -9,8 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from proxy.bench.harness.client import Messages
-from proxy.bench.harness.prompts import QUESTIONS
+from proxy.bench.harness.client import QUESTIONS, Messages
 from proxy.boundaries.divergence import common_prefix
 
 IN_TURN = range(3)  # requests one after the other: one that computes, one that may find, and one behind that
@@ -108,14 +107,11 @@ def text_of(messages: Messages) -> str:
 
 
 class Seen:
-    """The chats of one round so far."""
-
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._answers: dict[str, str] = {}
 
     def filled(self, chat: Messages) -> Messages:
-        """A chat with the server's answers in it."""
         filled: list[Mapping[str, Any]] = []
         for each in chat:
             said = each["content"] if each["content"] is not None else self._answers.get(text_of(filled)) or "Yes."

@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 import httpx
 
 from proxy.bench.harness import exact, planted
-from proxy.bench.harness.client import MIN_TOKENS, Messages, TimedAnswer, ask, ask_all, complete, tokens_of
-from proxy.bench.harness.counters import PassCounter
-from proxy.bench.harness.prompts import prose, with_shared_tokens
+from proxy.bench.harness.client import (
+    MIN_TOKENS,
+    Messages,
+    PassCounter,
+    TimedAnswer,
+    ask,
+    ask_all,
+    complete,
+    prose,
+    tokens_of,
+    with_shared_tokens,
+)
 from proxy.bench.harness.servers import Server
 from proxy.boundaries.divergence import common_prefix
 
@@ -88,9 +97,6 @@ class StoryStage:
         """Prompts nobody has seen that share exactly `shared` tokens."""
         return await with_shared_tokens(self.client, self.reference, shared, self.fresh_seed())
 
-    async def right_answers(self, prompts: Sequence[Messages]) -> list[TimedAnswer]:
-        return await ask_all(self.client, self.reference, prompts, MIN_TOKENS, parallel=8)
-
 
 def floored(tokens: int, unit: int = UNIT) -> int:
     """The oracle's hit for `tokens` shared tokens."""
@@ -98,7 +104,6 @@ def floored(tokens: int, unit: int = UNIT) -> int:
 
 
 def judge(line: Line, answers: Sequence[TimedAnswer], right: Sequence[TimedAnswer]) -> None:
-    """Write into `line` how far `answers` are from the `right` ones."""
     found = (exact.compare(answer, wanted) for answer, wanted in zip(answers, right, strict=True))
     worst = max(found, key=lambda difference: (difference.position is not None, difference.largest_error))
     line.compared, line.first_difference, line.largest_error = len(right), worst.position, worst.largest_error
@@ -111,7 +116,8 @@ async def _one_after_the_other(
 
     Hits are those of the first chat, and of its answers the `judged` ones are compared; the others are for the medians.
     """
-    right = await stage.right_answers([chats[0][index] for index in judged])
+    prompts = [chats[0][index] for index in judged]
+    right = await ask_all(stage.client, stage.reference, prompts, MIN_TOKENS, parallel=8)
     lines = [Line(contender.name) for contender in stage.contenders]
     answers: list[list[TimedAnswer]] = [[] for _ in lines]  # to the first chat
     passes: list[tuple[list[int], list[int]]] = [([], []) for _ in lines]  # cold and warm

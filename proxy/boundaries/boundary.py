@@ -8,7 +8,7 @@ a hint by itself; `resolve` is the gateway's own reading of the same words.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -85,13 +85,8 @@ class Found(msgspec.Struct, frozen=True):
         return replace(self, prefixes=(), layout=None, unplaced=(), turn_key=None)
 
     def entries(self) -> tuple[Entry, ...]:
-        """The hint, each entry once."""
-        return distinct_entries([boundary.entry for boundary in self.boundaries])
-
-
-def distinct_entries(entries: Iterable[Entry | None]) -> tuple[Entry, ...]:
-    """Those that say something, each once, as many as an engine takes."""
-    return tuple(dict.fromkeys([entry for entry in entries if entry is not None]))[:MAX_ENTRIES]
+        """The hint: entries that say something, each once, as many as an engine takes."""
+        return tuple(dict.fromkeys([each.entry for each in self.boundaries if each.entry is not None]))[:MAX_ENTRIES]
 
 
 @lru_cache(1024)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from sys import getsizeof
 from typing import Any, NamedTuple
 
@@ -34,25 +35,20 @@ class SharedText(NamedTuple):
     key: bytes
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Node:
-    """Recent texts in one place of one prefix."""
-
-    __slots__ = ("cuts", "size", "texts")
-
-    def __init__(self) -> None:
-        self.texts: OrderedDict[bytes, str] = OrderedDict()  # by the key after them
-        self.cuts: list[SharedText] = []  # beginnings that several of them share, most recently used last
-        self.size = PLACE_BYTES
+    texts: OrderedDict[bytes, str] = field(default_factory=OrderedDict)  # by the key after them
+    cuts: list[SharedText] = field(default_factory=list)  # that several of them share, most recently used last
+    size: int = PLACE_BYTES
 
 
+@dataclass(eq=False, repr=False)
 class DivergenceLearner:
     """Recent texts by what stands before them; the least recently used place is forgotten first."""
 
-    def __init__(self, size: int) -> None:
-        """`size` in bytes; 0 keeps nothing and learns nothing."""
-        self._size = size
-        self.held = 0
-        self._nodes: OrderedDict[bytes, _Node] = OrderedDict()
+    _size: int  # bytes; 0 keeps nothing and learns nothing
+    held: int = 0
+    _nodes: OrderedDict[bytes, _Node] = field(default_factory=OrderedDict)
 
     def shared_texts(self, layout: PromptLayout) -> list[tuple[int, SharedText]]:
         """Beginnings shared before, each with its message's index; learns from where this chat diverges."""

@@ -53,8 +53,6 @@ class _Failures(NamedTuple):
 
 
 class _Template:
-    """What is known of one tokenizer and template, by setting."""
-
     def __init__(self) -> None:
         self.facts: OrderedDict[bytes, TemplateFacts] = OrderedDict()
         self.failed: OrderedDict[bytes, _Failures] = OrderedDict()

@@ -121,7 +121,6 @@ class _Search:
         self._add("turn", layout.turn_key, end, len(roles))
 
     def at_marks(self) -> None:
-        """The ends of what a client marked for caching."""
         layout, chat = self._layout, self._layout.chat
         for mark in chat.marks[:MAX_MARKS]:
             if mark.message == TOOLS or (mark.message < layout.first and _ends_message(chat, mark)):
@@ -139,7 +138,6 @@ class _Search:
                 self._add("explicit", key, self._opener_of(following) if is_open else None, following)
 
     def at_earlier_questions(self) -> None:
-        """Before the questions that precede the last one."""
         layout, roles = self._layout, self._chat.roles
         if self._chat.is_bare or roles[layout.last] != "user":
             return
@@ -220,7 +218,6 @@ class _Search:
         return not facts.turn_holds("user", later=False, system=bool(layout.first), tools=self._tools)
 
     def _first_opener(self) -> str | None:
-        """Behind the opener of the first user text."""
         first = self._layout.first
         if self._facts is None or self._chat.roles[first] != "user":
             return None
@@ -287,7 +284,6 @@ def _last_text_at(chat: Chat, index: int) -> int:
 
 
 def _is_one_text(chat: Chat, index: int) -> bool:
-    """Whether the content of message `index` is a text and nothing else."""
     if chat.texts[index] is None:
         return False
     content = chat.messages[index]["content"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol
 
 import msgspec
@@ -73,27 +74,24 @@ class RenderFailed(Exception):
 
 
 class Renderer(Protocol):
-    """Token ids of a request."""
-
     async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
         """`body` as it would be sent to `path`. Raise `RenderFailed` if there are none."""
 
 
+@dataclass(eq=False)
 class WorkerRenderer:
     """Renders through one worker: by its render routes, or by `/tokenize` if those are switched off."""
 
-    def __init__(self, upstream: Upstream, url: str, timeout: float, asked: Counter | None = None) -> None:
-        """`timeout` in seconds for one render; `asked` counts them."""
-        self._upstream = upstream
-        self._url = url
-        self._timeout = timeout
-        self._has_render_route = True
-        self._asked = asked
-        self._writing = asyncio.Lock()
+    _upstream: Upstream
+    _url: str
+    timeout: float  # seconds for one render
+    asked: Counter | None = None  # counts them
+    _has_render_route: bool = True
+    _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, body: Mapping[str, Any], path: str = CHAT) -> list[int]:
-        if self._asked is not None:
-            self._asked.inc()
+        if self.asked is not None:
+            self.asked.inc()
         if self._has_render_route:
             wanted = {name: value for name, value in body.items() if name not in DROPPED_FIELDS}
             status, answer = await self._post(path + "/render", wanted)
@@ -125,7 +123,7 @@ class WorkerRenderer:
             raw = json.dumps(body).encode()
             await asyncio.sleep(0)
         try:
-            return await self._upstream.fetch("POST", self._url + path, raw, timeout=self._timeout)
+            return await self._upstream.fetch("POST", self._url + path, raw, timeout=self.timeout)
         except (Unreachable, Broken) as error:
             raise RenderFailed(f"{path}: {type(error).__name__}") from error
 

@@ -111,14 +111,6 @@ class TemplateFacts:
     # template is known for: good for an entry, not for reckoning where a turn ended.
     is_own: bool = True
 
-    def end(self, role: str) -> int | None:
-        """Tokens behind the last message, one of `role`."""
-        return self.ends.get(role)
-
-    def opener(self, place: OpenerPlace, tools: bool) -> Opener | None:
-        """What stands before the text in that `place` of a chat with or without `tools`."""
-        return self.openers.get((place, tools))
-
     def turn_holds(self, role: str, *, later: bool, system: bool, tools: bool) -> bool:
         """Whether a turn, described as in `Turn`, stays as it is once the conversation goes on."""
         return Turn(role, later, system, tools) not in self.broken

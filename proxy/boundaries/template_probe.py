@@ -115,7 +115,6 @@ class ProbeChat(NamedTuple):
         return [message for message in self.before if message["role"] == "system"], self.tools
 
     def body(self, text: str) -> dict[str, Any]:
-        """The request with this last text."""
         return _body(*self.before, _result(self.answers, text) if self.answers else _user(text), tools=self.tools)
 
     @property

@@ -84,7 +84,6 @@ class Chat(msgspec.Struct):
 
     @property
     def asked(self) -> Mapping[str, Any]:
-        """The body to render at `path`."""
         return self.body if self.native is None else self.native
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from proxy.chat.anthropic import messages_request
@@ -21,17 +22,13 @@ def completions_request(body: Mapping[str, Any]) -> Chat | None:
         prompt = prompt[0]
     ids = None
     if isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt):
-        ids, prompt = prompt, as_text(prompt)
+        # A character for each, so that shared text and shared tokens are the same thing.
+        ids, prompt = prompt, "".join(map(chr, prompt)) if max(prompt) <= sys.maxunicode else ""
     if not isinstance(prompt, str) or not prompt:
         return None
     head = {name: body[name] for name in HEAD_FIELDS if name in body}
     messages = [{"role": "user", "content": prompt}]
     return Chat({**head, "add_generation_prompt": False}, messages, (), COMPLETIONS, body, ids)
-
-
-def as_text(ids: Sequence[int]) -> str:
-    """Token ids as a text of one character each, so that shared text and shared tokens are the same thing."""
-    return "".join(map(chr, ids)) if max(ids) <= 0x10FFFF else ""
 
 
 def chat_request(body: Mapping[str, Any]) -> Chat | None:

@@ -78,6 +78,5 @@ def sorted_by_name(tools: Any) -> Any:
 
 
 def tool_name(tool: Any) -> str:
-    """The name of a tool of any API."""
     function = tool.get("function") if isinstance(tool.get("function"), dict) else tool
     return str(function.get("name"))

@@ -100,8 +100,6 @@ def message_of(answer: bytes) -> bytes:
 
 
 class MessageStream:
-    """The events of a chat's stream as those of a message's."""
-
     def __init__(self) -> None:
         self._begun = b""  # of an event that is not complete
         self._has_opened = False

@@ -21,7 +21,7 @@ from proxy.config_files import base_url
 from proxy.errors import BadRequest, SettingsError
 from proxy.fleet.probe import Probe, Unwell
 from proxy.http.client import Broken, Unreachable, Upstream
-from proxy.http.json_body import loads, parse_object
+from proxy.http.json_body import parse_object, words_in
 from proxy.printable import printable
 from proxy.settings import Settings
 
@@ -73,7 +73,8 @@ async def _found(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str
     try:
         prompt = await renderer(body)
     except RenderFailed as error:
-        raise SettingsError(f"messages: the server does not render this chat: {_reason(error)}") from None
+        why = words_in(error.answer) or error
+        raise SettingsError(f"messages: the server does not render this chat: {why}") from None
     renderer_id = await identify_renderer(renderer, body["model"]) or b""
     learner, setting = FactsLearner(), setting_of(body)
     await learner.learn(renderer, renderer_id, body["model"])
@@ -90,11 +91,3 @@ async def _found(upstream: Upstream, url: str, body: dict[str, Any]) -> dict[str
         "boundaries": [{"entry": each.entry, "tokens": tokens, "kind": each.kind} for tokens, each in placed],
         "key": found.layout.key.hex() if found.layout is not None else "",
     }
-
-
-def _reason(error: RenderFailed) -> str:
-    """The server's own message, if it sent one."""
-    try:
-        return str(loads(error.answer)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return str(error)

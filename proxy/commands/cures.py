@@ -69,8 +69,6 @@ _CURES = {
 
 
 class Cures(NamedTuple):
-    """What to change about a vLLM."""
-
     found: FoundWay
 
     def install(self) -> str:

@@ -73,12 +73,10 @@ class Recipe:
 
     @property
     def host(self) -> str:
-        """The address where clients find it."""
         return self.listens[0] if self.listens else self.value("--host") or EVERYWHERE
 
     @property
     def port(self) -> int:
-        """The port where clients find it."""
         if self.listens:
             return self.listens[1]
         if self.unseen_port:
@@ -193,7 +191,6 @@ def of_text(text: str, source: str, name: str, known: Mapping[str, str] = os.env
 
 
 def docker_run(image: str, options: Sequence[str], entrypoint: Sequence[str], command: Sequence[str]) -> str:
-    """The line that starts a container of which this is told."""
     given = [*options, *(f"--entrypoint={each}" for each in entrypoint[:1])]
     return shlex.join(["docker", "run", "-d", *given, image, *entrypoint[1:], *command])
 
@@ -212,7 +209,6 @@ def _not_seen(start: Start, words: Sequence[Word], text: str) -> Iterator[str]:
 
 
 def starts_vllm(text: str) -> bool:
-    """Whether there is a command in it that may."""
     return bool(STARTS.search(f" {text} "))
 
 

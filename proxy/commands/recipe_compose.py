@@ -40,8 +40,6 @@ _CURE = "write it out: docker compose --profile '*' config > whole.yaml, and giv
 
 
 class ComposeService(NamedTuple):
-    """Where a recipe stands in its project."""
-
     command: Sequence[str]  # `docker compose`, its options, and the files of the project
     fields: Mapping[str, Any]  # as they are spelt
 
@@ -117,7 +115,6 @@ def _runs_vllm(name: str, service: Mapping[str, Any]) -> bool:
 
 
 def as_words(given: Any) -> list[str]:
-    """A command of Compose, which is a text or a list."""
     if given is None or isinstance(given, list):
         return [*map(str, given or ())]
     try:

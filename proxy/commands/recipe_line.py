@@ -66,7 +66,6 @@ class Start(NamedTuple):
 
     @property
     def words(self) -> Sequence[Word]:
-        """The arguments."""
         return self.command[self.behind :]
 
 
@@ -87,7 +86,6 @@ class DockerRun(NamedTuple):
         return found[0] if found else words
 
     def given(self, *names: str) -> list[str]:
-        """What is given for an option."""
         return [value for name, value in self.values if name in names]
 
 
@@ -133,7 +131,9 @@ def _starts(script: Script, outer: ShellCommand | None = None, python: str = "py
         if names[0] in _SAYING:
             continue
         variables = {**script.variables, **command.variables}
-        run = _behind_run(names)
+        at = next((number for number, name in enumerate(names) if name in ("docker", "podman")), len(names)) + 1
+        at += names[at : at + 1] == ["container"]
+        run = at + 1 if names[at : at + 1] == ["run"] else 0
         if behind := run or behind_serve(values):
             own, is_quoted = _python(values[:behind], python), outer is not None
             yield Start(command.words, behind, outer or command, is_quoted, variables, own, script, run > 0)
@@ -141,13 +141,6 @@ def _starts(script: Script, outer: ShellCommand | None = None, python: str = "py
             word, *given = command.words[number:]
             inner = script.within(word, {**(script.known or {}), **variables}, given)
             yield from _starts(inner, outer or command, python)
-
-
-def _behind_run(names: Sequence[str]) -> int:
-    """Behind `docker run`; 0 without it."""
-    at = next((number for number, name in enumerate(names) if name in ("docker", "podman")), len(names)) + 1
-    at += names[at : at + 1] == ["container"]
-    return at + 1 if names[at : at + 1] == ["run"] else 0
 
 
 def behind_serve(words: Sequence[str], before: str = "") -> int:
@@ -161,7 +154,6 @@ def behind_serve(words: Sequence[str], before: str = "") -> int:
 
 
 def _scripts_in(values: Sequence[str]) -> list[int]:
-    """Which words of a command a shell runs."""
     if Path(values[0]).name in _GIVEN_SCRIPTS:
         return [number for number, value in enumerate(values) if number and " " in value]
     shell = next((number for number, value in enumerate(values) if Path(value).name in _SHELLS), len(values))
@@ -215,7 +207,6 @@ def _docker_run(start: Start) -> DockerRun:
 
 
 def _served(run: DockerRun) -> Start:
-    """What starts vLLM in the container."""
     script, words, values = run.start.script, run.arguments, [word.value for word in run.arguments]
     entrypoint = ["", *run.given("--entrypoint")][-1]
     for number in _scripts_in([entrypoint, *values]):

@@ -65,7 +65,6 @@ class Script:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What is set so far."""
         return {name: words[0].value for name, words in self.names.items() if words and name != "@"}
 
     def within(self, word: Word, known: Mapping[str, str], given: Sequence[Word]) -> Script:
@@ -153,8 +152,12 @@ class Script:
 
     def _set(self, name: str, is_more: bool, is_array: bool, value: list[Word], *, is_conditional: bool) -> None:
         is_known, old = name in self.names or name in (self.known or {}), self._held(name)
-        if is_more and old:
-            value = [*old, *value] if is_array else [_joined(old[0], value[0])]
+        if is_more and old and is_array:
+            value = [*old, *value]
+        elif is_more and old:
+            first, more = old[0], value[0]
+            at, unseen = [*first.at[:-1], *more.at], [*first.unseen, *more.unseen]
+            value = [more._replace(value=first.value + more.value, at=at, unseen=unseen)]
         is_other = is_known and [word.value for word in old or ()] != [word.value for word in value]
         if is_conditional and is_other:
             self.ambiguous[name] = None
@@ -283,11 +286,6 @@ class Script:
 
     def _line_end(self) -> int:
         return end if (end := self._text.find("\n", self._at)) >= 0 else len(self._text)
-
-
-def _joined(first: Word, more: Word) -> Word:
-    at, unseen = [*first.at[:-1], *more.at], [*first.unseen, *more.unseen]
-    return more._replace(value=first.value + more.value, at=at, unseen=unseen)
 
 
 def _is_whole(at: Sequence[int], start: int, end: int) -> bool:

@@ -86,7 +86,6 @@ def _in_container() -> bool:
 
 
 def _in_docker(told: Mapping[str, Any]) -> FoundWay:
-    """By what Docker says of the container."""
     config = told.get("Config") or {}
     name, image = str(told.get("Name", "")).lstrip("/"), str(config.get("Image", ""))
     service = (config.get("Labels") or {}).get("com.docker.compose.service")

@@ -54,14 +54,11 @@ class ContinuedToken(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """What a worker generated greedily."""
-
     steps: tuple[ContinuedToken, ...]
     cached: int  # tokens of the prompt that came from the cache, by the engine
 
     @property
     def hash(self) -> str:
-        """A name for its tokens."""
         return xxh3_64_hexdigest(" ".join(step.token for step in self.steps).encode())
 
     @property
@@ -209,8 +206,5 @@ def _largest_difference(one: ContinuedToken, other: ContinuedToken) -> float:
 def _grain(step: ContinuedToken) -> float:
     best = max(step.top.values())
     apart = [best - value for value in step.top.values()]
-    return next((grain for grain in GRAINS if all(_is_multiple(value, grain) for value in apart)), 0.0)
-
-
-def _is_multiple(value: float, grain: float) -> bool:
-    return abs(value - round(value / grain) * grain) < GRAIN_ERROR
+    off = {grain: max(abs(value - round(value / grain) * grain) for value in apart) for grain in GRAINS}
+    return next((grain for grain in GRAINS if off[grain] < GRAIN_ERROR), 0.0)

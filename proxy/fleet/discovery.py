@@ -33,8 +33,6 @@ async def addresses_of(host: str, port: int) -> Sequence[str]:
 
 @dataclass
 class _Service:
-    """One name, and what it was resolved to last."""
-
     url: str  # as the settings have it
     workers: frozenset[str] = frozenset()  # base URLs
     told_at: float = 0.0  # time.monotonic()
@@ -49,29 +47,23 @@ class _Service:
         return self.url.split("://", 1)[-1]
 
 
+@dataclass(eq=False)
 class Discovery(Part):
     """Looks names up at a set pace. Use inside a running event loop."""
 
     name = "discovery"
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        interval: float,
-        keep: float,
-        metrics: Metrics,
-        changed: Callable[[tuple[str, ...]], None],
-    ) -> None:
-        """`names`: base URLs whose hosts are looked up; `interval` and `keep` in seconds.
+    _names: Sequence[str]  # base URLs whose hosts are looked up
+    _interval: float  # seconds, as the next
+    _keep: float
+    _metrics: Metrics
+    _changed: Callable[[tuple[str, ...]], None]  # is called with the base URLs of all workers found when these change
+    _found: tuple[str, ...] = ()
 
-        `changed` is called with the base URLs of all workers found, whenever these change.
-        """
-        self._services = [_Service(name) for name in names]
-        self._interval, self._keep = interval, keep
-        self._metrics, self._changed = metrics, changed
-        self._found: tuple[str, ...] = ()
+    def __post_init__(self) -> None:
+        self._services = [_Service(name) for name in self._names]
         for service in self._services:
-            metrics.discovered.labels(service.name).set_function(service.count)
+            self._metrics.discovered.labels(service.name).set_function(service.count)
 
     async def run(self) -> None:
         while True:

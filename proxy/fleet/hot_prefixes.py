@@ -11,7 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from proxy.boundaries.boundary import Entry, Found
@@ -73,14 +73,13 @@ class _HotPrefix:
         return self.uses * math.exp2((self.used_at - now) / HALF_LIFE)
 
 
+@dataclass(eq=False, repr=False)
 class WarmupSet:
     """Prefixes that were shared, by key; the least recently used is forgotten first."""
 
-    def __init__(self, size: int) -> None:
-        """`size` in bytes; 0 keeps nothing."""
-        self._size = size
-        self.held = 0
-        self._entries: OrderedDict[bytes, _HotPrefix] = OrderedDict()
+    _size: int  # bytes; 0 keeps nothing
+    held: int = 0
+    _entries: OrderedDict[bytes, _HotPrefix] = field(default_factory=OrderedDict)
 
     def used_again(self, key: bytes) -> bool:
         """Count another request that shared the prefix `key`; False if that prefix is not known."""

@@ -52,8 +52,6 @@ P = TypeVar("P", bound=Part)
 
 
 class Shelf:
-    """All parts of one gateway."""
-
     def __init__(self, metrics: Metrics) -> None:
         self._failures = metrics.task_failures
         self._parts: list[Part] = []

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -40,25 +40,21 @@ MOST_CAUSES = 3  # of workers that are down, in what a client reads
 ASK_NAMES_SECONDS, NAMES_SECONDS = 1.0, 1.0
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """All workers that the settings and the workers file name, watched by a background task."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        upstream: Upstream,
-        metrics: Metrics,
-        facts: FactsLearner,
-        idle: IdleWork,
-        shelf: Shelf,
-        changed: Callable[[], None] = lambda: None,
-        gateway_id: str = "",
-    ) -> None:
-        """`changed` is called when other workers may be ready than before. `gateway_id`: if it has one already."""
-        self._settings, self._metrics, self._upstream = settings, metrics, upstream
-        self._facts, self._idle = facts, idle
-        self._shelf, self._changed = shelf, changed
-        self.gateway_id = gateway_id or os.urandom(8).hex()  # what this gateway says at /health, and knows itself by
+    _settings: Settings
+    _upstream: Upstream
+    _metrics: Metrics
+    _facts: FactsLearner
+    _idle: IdleWork
+    _shelf: Shelf
+    _changed: Callable[[], None] = lambda: None  # is called when other workers may be ready than before
+    # What this gateway says at /health, and knows itself by.
+    gateway_id: str = field(default_factory=lambda: os.urandom(8).hex())
+
+    def __post_init__(self) -> None:
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._learning: dict[str, asyncio.Task[None]] = {}  # templates, by the worker's address
         self._ranks: dict[str, tuple[int, ...]] = {}  # of engines behind one address, if there are several
@@ -67,7 +63,7 @@ class WorkerPool:
         self._asked_at = float("-inf")  # time.monotonic()
         self._naming: set[str] = set()  # addresses of workers that took a name which they do not list
         self.discovered: tuple[str, ...] = ()  # base URLs
-        path = settings.workers_file
+        path = self._settings.workers_file
         self.file = WatchedFile("workers_file", path, workers_in, EXAMPLE_WORKERS) if path is not None else None
         self.workers: list[Worker] = []
         self._all: list[Worker] = []  # with further addresses of some
@@ -228,7 +224,6 @@ class WorkerPool:
             self._reconcile()
 
     def discover(self, urls: tuple[str, ...]) -> None:
-        """The names in the settings have these addresses now."""
         self.discovered = urls
         self._reconcile_and_look()
 

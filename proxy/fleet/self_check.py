@@ -79,39 +79,28 @@ class _Watched:
 
 
 class _Cut(NamedTuple):
-    """What is replayed of a client's prompt."""
-
     prompt: Sequence[int]
     hint: Sequence[int]  # tokens
     salt: str | None
 
 
+@dataclass(eq=False)
 class SelfCheck(Part):
     name = "self_check"
 
-    def __init__(
-        self,
-        settings: Settings,
-        pool: WorkerPool,
-        warmup: WarmupSet,
-        stored: StoredResponses,
-        upstream: Upstream,
-        metrics: Metrics,
-        idle: IdleWork,
-        distrust: Callable[[Worker], None],
-    ) -> None:
-        """`warmup` has the prompts to check, `stored` the responses that these continue.
-
-        `distrust` is called for a worker whose answers differ: nothing that it held can be used any more.
-        """
-        self._settings, self._timeout = settings, settings.silence_timeout
-        self._pool, self._upstream = pool, upstream
-        self._warmup, self._stored = warmup, stored
-        self._results, self._idle, self._distrust = metrics.self_checks, idle, distrust
-        self._watched: dict[str, _Watched] = {}
-        self._checked_at: FIFOCache[tuple[str, bytes], float] = FIFOCache(REMEMBERED)  # by boot and key of the prefix
-        self.checked = 0  # prompts judged
-        self.differs = 0  # of them, beyond the noise
+    _settings: Settings
+    _pool: WorkerPool
+    _warmup: WarmupSet  # has the prompts to check
+    _stored: StoredResponses  # that these continue
+    _upstream: Upstream
+    _metrics: Metrics
+    _idle: IdleWork
+    _distrust: Callable[[Worker], None]  # for one whose answers differ: nothing that it held can be used any more
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    # By boot and key of the prefix.
+    _checked_at: FIFOCache[tuple[str, bytes], float] = field(default_factory=lambda: FIFOCache(REMEMBERED))
+    checked: int = 0  # prompts judged
+    differs: int = 0  # of them, beyond the noise
 
     @property
     def hints_off(self) -> bool:
@@ -183,7 +172,7 @@ class SelfCheck(Part):
         except (RenderFailed, BadRequest) as error:
             logger.info("self-check of worker %s: not judged (%s)", worker.name, type(error).__name__)
         except (TimeoutError, Unanswered, Unreachable, Broken, ExceptionGroup) as error:
-            self._results.labels("unanswered").inc()
+            self._metrics.self_checks.labels("unanswered").inc()
             logger.info("self-check of worker %s: no answer (%s)", worker.name, type(error).__name__)
         except Exception as error:  # the kind alone: the message might hold prompt text
             logger.error("self-check of worker %s: %s", worker.name, type(error).__name__)
@@ -207,7 +196,8 @@ class SelfCheck(Part):
 
     async def _judge(self, worker: Worker, replay: WarmupRequest, watched: _Watched) -> Judgement | None:
         """None if nothing came from the cache, or others use the worker. A difference is looked at twice."""
-        _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=self._timeout)
+        timeout = self._settings.silence_timeout
+        _, metrics = await self._upstream.fetch("GET", worker.address + "/metrics", timeout=timeout)
         if worker_metrics.read(metrics.decode(errors="replace")).requests:  # of others than this gateway's clients
             return None
         most = int(min(self._settings.self_check_tokens, _allowance(worker) / MOST_RECOMPUTED))
@@ -248,7 +238,7 @@ class SelfCheck(Part):
 
         async def ask(salt: str | None, hint: Sequence[int] = (), prompt: Sequence[int] = prompt) -> Continuation:
             request = completion_request(model, prompt, salt, hint)
-            return await continuation(self._upstream, worker.address, request, self._timeout)
+            return await continuation(self._upstream, worker.address, request, self._settings.silence_timeout)
 
         async def recomputed(hint: Sequence[int] = (), prompt: Sequence[int] = prompt) -> Continuation:
             watched.recomputed += len(prompt)
@@ -281,7 +271,7 @@ class SelfCheck(Part):
 
     def _settle(self, worker: Worker, verdict: Judgement, watched: _Watched) -> None:
         self.checked += 1
-        self._results.labels(verdict.result).inc()
+        self._metrics.self_checks.labels(verdict.result).inc()
         if verdict.result == "differs":
             self.differs += 1
             worker.quarantine()

@@ -68,7 +68,6 @@ class CircuitBreaker:
         return self.is_open and not was_open
 
     def reset(self) -> None:
-        """A request succeeded, or the worker has restarted."""
         self.failures.clear()
         self.is_open = False
 
@@ -87,8 +86,6 @@ DRAFT_STATES = (TRIAL, OPEN, CLOSED, ON, OFF)
 
 
 class Load(NamedTuple):
-    """What a worker has to do, as a gateway counts it."""
-
     requests: int = 0  # under way
     prefill_tokens: int = 0  # of prompts, still to be computed
 
@@ -189,7 +186,6 @@ class Worker:
         self.learn(self.probed)
 
     def learn(self, probed: Probed) -> None:
-        """It has said this of itself."""
         self.probed, self.boot, self.names = probed, probed.boot, probed.names
         self.step_times = probed.metrics.step_times
         self.engine = None if self.in_shadow else probed.metrics.engine
@@ -260,11 +256,6 @@ class Worker:
     def other_version(self) -> str:
         """In words, that its plugin is of another version of this release; empty if it is not."""
         return self.engine.other_version if self.engine is not None else ""
-
-    @property
-    def drafts(self) -> bool:
-        """Whether speculative decoding is on, and no plugin says what it makes of hints beside it."""
-        return self.probed.metrics.drafts and self.probed.metrics.engine is None
 
     @property
     def trial_figures(self) -> str:

@@ -107,13 +107,10 @@ class Accepted(NamedTuple):
 
     @property
     def per_step(self) -> float:
-        """Accepted tokens of a step; 0 without one."""
         return self.tokens / self.steps if self.steps else 0.0
 
 
 class WorkerMetrics(NamedTuple):
-    """What a worker says of itself."""
-
     boot: str = ""  # when its server started, which tells one start from the next
     engine: EngineInfo | None = None  # None: no plugin of this release, or the plugin left vLLM untouched
     step_times: StepTimes = StepTimes()
@@ -160,7 +157,9 @@ def read(text: str) -> WorkerMetrics:
     boot = str(floatToGoString(last(BOOT))) if found[BOOT] else ""  # type: ignore[no-untyped-call]
     engines = [sample.labels for sample in found[ENGINE] if sample.value == 1]
     engine = {name: printable(" ".join(value.split()))[:MOST_CAUSE] for name, value in (engines or [{}])[-1].items()}
-    other_release = _other_release(engine.get("version", "")) if engines else ""
+    of_plugin = engine.get("version", "")
+    is_other = bool(engines) and of_plugin.split(".")[:2] != version().split(".")[:2]
+    other_release = f"{_differing(of_plugin)}: update the plugin" if is_other else ""
     caches = [sample.labels for sample in found[CACHE]]
     sizes = [_size(cache.get("kv_cache_size_tokens", "")) or 0 for cache in caches]
     cache = caches[-1] if caches else {}
@@ -202,13 +201,6 @@ def _sleep_levels(samples: Iterable[Sample]) -> tuple[int | None, ...]:
         if sample.value:
             levels[engine] = SLEEP_LEVELS.get(sample.labels.get("sleep_state", ""), 0)
     return tuple(levels.values())
-
-
-def _other_release(found: str) -> str:
-    """In words, that a plugin is of another release than this gateway; empty if it is of the same."""
-    if found.split(".")[:2] == version().split(".")[:2]:
-        return ""
-    return f"{_differing(found)}: update the plugin"
 
 
 def _differing(found: str) -> str:

@@ -297,7 +297,6 @@ class Request:
         self.keeps, self.unread = keeps, bytearray()  # of its body
 
     def whole_body(self) -> bytes | None:
-        """The body, if all of it is here."""
         return self._read() if self.is_complete and not self.is_left else None
 
     def _read(self) -> bytes:

@@ -146,11 +146,14 @@ class KeyRing:
         Clients send what they hold in both headers, and one may be another server's. If both are keys of this gateway,
         `Authorization` counts, in whatever order they come: it is the one that vLLM reads.
         """
-        presented = _presented(scope)
+        headers: asgi.HeaderList = scope["headers"]  # of each header, its first value
+        bearer = (v[7:] for name, v in headers if name == b"authorization" and v[:7].lower() == b"bearer ")
+        plain = (value for name, value in headers if name == b"x-api-key")
+        presented = [each for each in (next(bearer, None), next(plain, None)) if each is not None]
         if not presented:
             raise Unauthorized("No API key was given. Send it as `Authorization: Bearer KEY` or `x-api-key: KEY`.")
         for each in presented:
-            if (key := self._known(each)) is not None:
+            if (key := self._known(each.strip())) is not None:
                 return key
         raise Unauthorized("The gateway does not know this API key.")
 
@@ -185,14 +188,6 @@ class KeyRing:
     def _salt(self, owner: str) -> str:
         mac = hmac.digest(self._secret, b"seamark cache salt\0" + owner.encode(errors="surrogatepass"), "sha256")
         return urlsafe_b64encode(mac[:SALT_BYTES]).decode()
-
-
-def _presented(scope: asgi.Scope) -> list[bytes]:
-    """What a request presents as its key, the one that counts first: of each header, its first value."""
-    headers: asgi.HeaderList = scope["headers"]
-    bearer = (v[7:] for name, v in headers if name == b"authorization" and v[:7].lower() == b"bearer ")
-    plain = (value for name, value in headers if name == b"x-api-key")
-    return [each.strip() for each in (next(bearer, None), next(plain, None)) if each is not None]
 
 
 # These load adapters from paths on the worker's disk.

@@ -99,7 +99,6 @@ def read_form(headers: HeaderList, raw: bytes) -> Steps[str]:
 
 
 def _type_in(headers: HeaderList) -> tuple[bytes, str]:
-    """The boundary and the character set of a form."""
     types = [value.strip() for name, value in headers if name == b"content-type"]
     found = _TYPE.fullmatch(types[0].rstrip(b"; \t"))
     if len(types) > 1 or found is None:
@@ -141,13 +140,9 @@ def _name_in(head: bytes) -> bytes | None:
                 return None
             field = named[1].strip(b'"')
         elif kind == b"content-type":
-            if not _has_plain_charset(value) or MULTIPART in value:
+            charsets = {charset.strip(b" \t\"'") for charset in _CHARSET.findall(value)}
+            if not charsets <= _PLAIN_CHARSETS or MULTIPART in value:
                 return None
         elif kind == b"content-transfer-encoding" and value not in _PLAIN_ENCODINGS:
             return None
     return None if before or field is None or field.lower() == CHARSET_FIELD else field
-
-
-def _has_plain_charset(value: bytes) -> bool:
-    """Of a content type in lower case: whether it names no character set but those with ASCII in ASCII's bytes."""
-    return all(charset.strip(b" \t\"'") in _PLAIN_CHARSETS for charset in _CHARSET.findall(value))

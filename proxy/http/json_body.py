@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from sys import getsizeof
 from typing import Any, NamedTuple
@@ -174,6 +175,16 @@ def loads(raw: bytes) -> Any:
         raise ValueError("nested too deep") from error
 
 
+def words_in(answer: bytes) -> str:
+    """What another server says in an error, in any of the usual shapes; all of it as it is if it has none."""
+    text = answer.decode(errors="replace")
+    with suppress(ValueError, AttributeError):
+        said = loads(answer)
+        said = said.get("error", said)
+        text = str(said if isinstance(said, str) else said.get("message") or said.get("detail") or text)
+    return text.strip()
+
+
 class OverBound(ValueError):
     """JSON of another server that is larger than what such a server says."""
 
@@ -181,21 +192,16 @@ class OverBound(ValueError):
 def with_fields(raw: bytes, names: Collection[str], put: Mapping[str, Any], dropped: Collection[str] = ()) -> bytes:
     """`raw`, an object of these `names` in UTF-8, with `put` set and `dropped` removed; the rest byte for byte."""
     gone = {name for name in (*put, *dropped) if name in names}
-    if gone:
-        raw = _without(raw, gone)
+    if gone:  # each time, if one occurs several times
+        text = raw.decode(errors="surrogatepass")
+        spans = _values(text)
+        kept = ",".join(text[span.first : span.end] for span in spans if span.name not in gone)
+        raw = (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
     if not put:
         return raw
     end = raw.rindex(b"}")
     fields = _encode(put)[1:-1].encode()
     return b"%b%b%b%b" % (raw[:end], b"," if len(names) > len(gone) else b"", fields, raw[end:])
-
-
-def _without(raw: bytes, names: Collection[str]) -> bytes:
-    """`raw` without these outermost fields. A field that occurs several times is removed each time."""
-    text = raw.decode(errors="surrogatepass")
-    spans = _values(text)
-    kept = ",".join(text[span.first : span.end] for span in spans if span.name not in names)
-    return (text[: spans[0].first] + kept + text[spans[-1].end :]).encode(errors="surrogatepass")
 
 
 def with_xargs(raw: bytes, xargs: Mapping[str, Any] | None, put: Mapping[str, Any]) -> bytes:
@@ -211,8 +217,6 @@ Path = tuple[str | int, ...]
 
 
 class Edit(NamedTuple):
-    """The replacement of one value."""
-
     path: Path  # names and indices from the outermost object inwards
     new: Any
 

@@ -107,7 +107,6 @@ class KnownBodies:
         return read or self._read_whole(raw)
 
     def forget(self, raw: bytes, owner: str | None, read: ReadBody) -> ReadBody:
-        """Nothing is to be known of a body that was just read."""
         if read.known is not None:
             self._bodies.pop(read.known, None)
         for each in _beginnings(raw, owner):
@@ -115,7 +114,6 @@ class KnownBodies:
         return read._replace(known=None)
 
     def _known_beginning(self, raw: bytes, owner: str | None) -> KnownBody | None:
-        """The longest with which a body begins."""
         known = None
         for each in reversed([*self._bodies]):  # longer ones first, mostly
             begins, end = each.begins, len(each.begins)

@@ -76,7 +76,6 @@ class Explanations:
         self._requests: OrderedDict[tuple[str | None, str], Explanation] = OrderedDict()  # by owner and id
 
     def begin(self, explanation: Explanation) -> None:
-        """A request is under way."""
         name = explanation.owner, explanation.request_id
         self._requests[name] = explanation
         self._requests.move_to_end(name)
@@ -84,7 +83,6 @@ class Explanations:
             self._requests.popitem(last=False)
 
     def newest(self, most: int) -> list[Explanation]:
-        """The last ones, at most so many, the newest first."""
         return [_as_it_stands(each) for each in islice(reversed(self._requests.values()), most)]
 
     def get(self, request_id: str, owner: str | None = None) -> Explanation | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -123,7 +123,6 @@ class PrefixChange(NamedTuple):
 
     @property
     def is_salt(self) -> bool:
-        """Whether the cache salt is the first that differs."""
         return self.what == "setting" and self.role == "cache_salt"
 
     def as_json(self, excerpts: bool) -> dict[str, Any]:
@@ -138,8 +137,6 @@ class PrefixChange(NamedTuple):
 
 
 class Continued(NamedTuple):
-    """The request that another one continues in full."""
-
     messages: int
     prompt: int  # tokens, 0 if its worker has not reported them
 
@@ -239,7 +236,9 @@ class RequestMemory:
             return None
         yield from request.prepare()
         pairs = []
-        for other in list(self._earlier(request)):  # new ones come between two steps
+        # Newest first; new ones come between two steps. A client does not even learn that another's request is alike.
+        others = [each for each in reversed(self._requests.values()) if each.number < request.number]
+        for other in [each for each in others if each.owner == request.owner]:
             if not other.parts:
                 yield from other.prepare()
             pairs.append(_Likeness(request, other))
@@ -281,12 +280,6 @@ class RequestMemory:
         if 2 * shared * had < _bytes(request.parts[tools : tools + max(index, 1)]) * before.prompt:
             return None
         return PrefixChange("message", index, request.role(tools + index), None, kind, shared, before.prompt - shared)
-
-    def _earlier(self, request: RememberedRequest) -> Iterator[RememberedRequest]:
-        """Those that came before it, newest first. A client does not even learn that another's request is alike."""
-        for other in reversed(self._requests.values()):
-            if other.number < request.number and other.owner == request.owner:
-                yield other
 
 
 class _Likeness:
@@ -334,7 +327,6 @@ class _Likeness:
 
     @cached_property
     def _alike(self) -> int:
-        """Of that, in the text that differs."""
         return alike(*texts, self._at) if (texts := self._texts) is not None else 0
 
     @cached_property

@@ -103,36 +103,27 @@ class _WorkerKnowledge:
     lost: defaultdict[tuple[str, str], TokenWork] = field(default_factory=lambda: defaultdict(lambda: NOTHING))
 
 
+@dataclass(eq=False)
 class Shadow(Part):
     name = "shadow"
 
-    def __init__(
-        self,
-        settings: Settings,
-        find_boundaries: FindBoundaries,
-        recent: RequestMemory,
-        metrics: Metrics,
-        idle: IdleWork,
-        boots: Callable[[], Sequence[str]],
-    ) -> None:
-        """`boots`: identities of the workers that run."""
-        self._find_boundaries = find_boundaries
-        self._recent = recent
-        self._metrics = metrics
-        self._idle = idle
-        self._boots = boots
-        self._room = settings.text_bytes // 8
-        self._prefix_index = PrefixIndex(settings.memory_bytes // 8)  # what workers would hold if they had the plugin
-        self._shared = SharedTokens(MATCH_UNIT)  # and what they would have learnt
-        self._waiting: deque[AnsweredRequest] = deque()
-        self.held = 0  # bytes of requests that wait
-        self._arrived = asyncio.Event()
-        self._patience = 3 * settings.health_interval  # seconds to wait for a worker's next probe
+    _settings: Settings
+    _find_boundaries: FindBoundaries
+    _recent: RequestMemory
+    _metrics: Metrics
+    _idle: IdleWork
+    _boots: Callable[[], Sequence[str]]  # identities of the workers that run
+    held: int = 0  # bytes of requests that wait
+    _unreported: int = 0  # requests judged whose answers did not say what was cached
+    _computed_tokens: int = 0
+    _prefill_seconds: float = 0.0  # that judged requests took, by the cost models
+
+    def __post_init__(self) -> None:
+        # What workers would hold if they had the plugin, and what they would have learnt.
+        self._prefix_index, self._shared = PrefixIndex(self._settings.memory_bytes // 8), SharedTokens(MATCH_UNIT)
+        self._waiting, self._arrived = deque[AnsweredRequest](), asyncio.Event()
         self._known = defaultdict[str, _WorkerKnowledge](_WorkerKnowledge)  # by worker
-        self._unreported = 0  # requests judged whose answers did not say what was cached
         self.sums = RollingSums()  # what judged requests got, of that and what the plugin would have saved
-        self._computed_tokens = 0
-        self._prefill_seconds = 0.0  # that judged requests took, by the cost models
         self._began = time.monotonic()
 
     def add(self, request: AnsweredRequest) -> None:
@@ -147,7 +138,7 @@ class Shadow(Part):
         if request.cached is not None and request.prompt is not None and request.seconds is not None:
             cost = self._knowledge_of(request.worker).cost
             cost.observe(request.prompt, request.cached, request.seconds, request.alone)
-        if len(self._waiting) >= MAX_WAITING or self.held + request.memory > self._room:
+        if len(self._waiting) >= MAX_WAITING or self.held + request.memory > self._settings.text_bytes // 8:
             self._metrics.shadow_requests[("no_room",)] += 1
             return
         self._waiting.append(request)
@@ -203,7 +194,6 @@ class Shadow(Part):
         return int(self._metrics.shadow_requests.get(("judged",), 0))
 
     def _lost_by_reason(self) -> dict[str, dict[str, Any]]:
-        """What was lost, whatever the model."""
         lost: dict[str, dict[str, Any]] = {}
         for (model, reason), tokens in self._metrics.shadow_lost_tokens.items():
             sums = lost.setdefault(reason, {"tokens": 0, "seconds": 0.0})
@@ -254,9 +244,9 @@ class Shadow(Part):
 
     async def _counted_since(self, request: AnsweredRequest) -> bool:
         """Wait until the worker has counted its hits after this request; False if it does not, or has restarted."""
-        worker = request.worker
+        worker, patience = request.worker, 3 * self._settings.health_interval  # for its next probe
         while worker.probed.at <= request.at and worker.boot == request.boot:
-            if time.perf_counter() > request.at + self._patience:
+            if time.perf_counter() > request.at + patience:
                 return False
             await asyncio.sleep(POLL_SECONDS)
         return worker.boot == request.boot and worker.probed.metrics.hits is not None

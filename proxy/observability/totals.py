@@ -74,12 +74,10 @@ class RollingSums:
             sums.changed += changed
 
     def last(self, slots: int) -> Totals:
-        """The last `slots`, the running one among them."""
         now = self._now()
         return reduce(Totals.plus, (sums for slot, sums in self._slots.items() if now - slots < slot <= now), NONE)
 
     def by_minute(self) -> list[Totals]:
-        """The last hour's minutes, the running one at the end."""
         minutes: dict[int, Totals] = {}
         for slot, sums in self._slots.items():
             minute = slot // SLOTS_OF_MINUTE

@@ -183,7 +183,6 @@ def _word_at(text: str, at: int) -> re.Match[str] | None:
 
 
 def _line_at(text: str, at: int) -> str:
-    """The line around `at`, as far as a window reaches."""
     start = max(text.rfind("\n", max(0, at - BEFORE), at) + 1, at - BEFORE, 0)
     end = text.find("\n", at, at + BEHIND)
     return text[start : end if end >= 0 else at + BEHIND]

@@ -49,8 +49,6 @@ UNKNOWN = "unknown"  # a label: for a model that no worker serves, as clients ma
 
 @dataclass(eq=False)
 class Accounting(Part):
-    """Counts each request once."""
-
     name = "accounting"
 
     _metrics: Metrics
@@ -70,7 +68,6 @@ class Accounting(Part):
     _leaving: dict[str, tuple[Worker, float]] = field(default_factory=dict)
 
     def begin(self, exchange: Exchange) -> None:
-        """A request has come with its body."""
         if self._tracing is not None:
             head = exchange.head
             exchange.trace = self._tracing.begin(head.method, head.endpoint, head.headers)
@@ -278,7 +275,6 @@ class Accounting(Part):
                 outcome.reason = UNKNOWN
 
     def _conclude(self, exchange: Exchange) -> None:
-        """All is known of it."""
         worker, outcome, record, trace = exchange.worker, exchange.outcome, exchange.record, exchange.trace
         model, status = exchange.model_label or UNKNOWN, exchange.reply.status
         if worker is not None and outcome is not None and outcome.reason is not None:
@@ -387,7 +383,6 @@ class Accounting(Part):
         self._metrics.seconds_spent[by_worker] += seconds
 
     def _missing(self, exchange: Exchange) -> str:
-        """What an answer 404 did not find."""
         if exchange.response_id is not None:
             return "response"
         return "endpoint" if not exchange.model or self._pool.lists(exchange.model) else "model"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.http.auth import LOAD_ADAPTER, UNLOAD_ADAPTER
 from proxy.http.client import Broken, Unreachable, Upstream
+from proxy.http.json_body import words_in
 from proxy.idle_work import beside
 from proxy.pipeline.exchange import Exchange, id_header
 
@@ -31,8 +31,6 @@ NO_ROUTE = "it has no such route: start it with --enable-lora and VLLM_ALLOW_RUN
 
 
 class _Changed(NamedTuple):
-    """What became of a change at one worker."""
-
     worker: Worker
     status: int = 0  # 0: it gave no answer
     kind: bytes = b""  # content type
@@ -42,7 +40,6 @@ class _Changed(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """Where it was not done, and why."""
         return f"{self.worker.name} ({self.why_not})"
 
 
@@ -118,9 +115,9 @@ class AdapterChanges:
         except (Unreachable, Broken) as error:
             return _Changed(worker, why_not=str(error) or "it broke off")
         has_route = answer.status not in (404, 405) or b"adapter" in told.lower()  # the word is in what vLLM then says
-        why_not = "" if _is_done(exchange, worker, answer.status, told, has_route=has_route) else _words(told)
-        why_not = why_not if has_route else NO_ROUTE
-        return _Changed(worker, answer.status, kind, told, why_not, has_route)
+        why_not = words_in(told)[:MOST_CHARACTERS] or "it gives no reason"
+        why_not = "" if _is_done(exchange, worker, answer.status, told, has_route=has_route) else why_not
+        return _Changed(worker, answer.status, kind, told, why_not if has_route else NO_ROUTE, has_route)
 
 
 def _by_address(pool: WorkerPool) -> list[Worker]:
@@ -156,10 +153,3 @@ def _answer(exchange: Exchange, outcomes: Sequence[_Changed]) -> _Changed:
     first = next(iter(changed or [outcome for outcome in outcomes if outcome.has_route] or outcomes))
     lacking = [outcome.cause for outcome in outcomes if not outcome.has_route]
     return first._replace(body=first.body + f" Not at {'; '.join(lacking)}.".encode()) if changed and lacking else first
-
-
-def _words(told: bytes) -> str:
-    """A worker's error in a few words."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        told = json.loads(told)["error"]["message"].encode()
-    return told.decode(errors="replace")[:MOST_CHARACTERS] or "it gives no reason"

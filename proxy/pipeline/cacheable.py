@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from proxy.chat.chat import MESSAGES, RESPONSES, flag
+from proxy.chat.chat import MESSAGES, RESPONSES, flag, listed
 from proxy.chat.reader import EMBEDDINGS, HINTED
 from proxy.http import asgi
 from proxy.pipeline.exchange import Exchange, choices_of
@@ -84,26 +84,16 @@ def is_repeatable(exchange: Exchange) -> bool:
         return False
     if head.path == EMBEDDINGS:
         return True
-    if head.path == RESPONSES and (
-        exchange.response_id is not None or parsed.get("background") or _has_tools_of_the_server(parsed.get("tools"))
-    ):
-        return False
+    if head.path == RESPONSES:
+        # Tools that the worker calls by itself: a search finds something else tomorrow.
+        own = any(not isinstance(each, dict) or each.get("type") != "function" for each in listed(parsed.get("tools")))
+        if exchange.response_id is not None or parsed.get("background") or own:
+            return False
     temperature = parsed.get("temperature")  # an absent one is the model's to choose
     is_greedy = type(temperature) in (int, float) and temperature == 0
-    return is_greedy or (HINTED[head.path].takes_seed and _is_seeded(parsed))
-
-
-def _is_seeded(body: Mapping[str, Any]) -> bool:
-    """Whether each token is drawn by the seed in the body; a search of beams takes none."""
-    seed = body.get("seed")
-    return type(seed) is int and seed != NO_SEED and flag(body.get("use_beam_search")) is False
-
-
-def _has_tools_of_the_server(tools: Any) -> bool:
-    """Tools that the worker calls by itself: a search finds something else tomorrow."""
-    return isinstance(tools, list) and any(
-        not isinstance(tool, dict) or tool.get("type") != "function" for tool in tools
-    )
+    is_seeded = type(parsed.get("seed")) is int and parsed["seed"] != NO_SEED
+    takes_seed = HINTED[head.path].takes_seed and flag(parsed.get("use_beam_search")) is False  # of beams takes none
+    return is_greedy or (is_seeded and takes_seed)
 
 
 def digest(exchange: Exchange, secret: bytes) -> bytes:
@@ -206,7 +196,6 @@ class Ending:
         return True
 
     def _take(self, event: Mapping[str, Any]) -> None:
-        """An event that tells how something has ended."""
         if self._path == MESSAGES:
             if event.get("type") == "message_delta":
                 self._ended[len(self._ended)] = event["delta"]["stop_reason"]

@@ -122,7 +122,6 @@ class Dispatcher:
         return True
 
     def prefilled(self, exchange: Exchange) -> None:
-        """The answer has begun: the prompt is computed."""
         if exchange.slot is not None:
             exchange.slot.left_to_compute(0)
         self.prefilling.pop(exchange.engine_id, None)
@@ -202,7 +201,6 @@ class Dispatcher:
         return exchange
 
     def _roomy(self, exchange: Exchange, serving: Sequence[Worker]) -> list[Worker]:
-        """Workers that have a slot for it."""
         keeper = self.keeper(exchange) if exchange.kept_id is not None else None
         if keeper is not None and not keeper.up:
             raise no_worker("The worker that stores what this request names is not ready.", [keeper])

@@ -56,8 +56,6 @@ SESSION_TOKEN = b"x-session-token"
 
 
 class Head(Struct, eq=False):
-    """What the client sent, but for its body."""
-
     method: str
     target: str  # path and query, as the client wrote them
     path: str  # decoded
@@ -219,7 +217,6 @@ class Timings(Struct, eq=False):
 
     @property
     def own_milliseconds(self) -> float:
-        """That the gateway itself has taken by now."""
         return max(0.0, time.perf_counter() - self.arrived - self.waited_seconds) * 1e3
 
     def stages(self) -> list[tuple[str, float, float]]:
@@ -373,7 +370,6 @@ class Exchange(Struct, eq=False):
 
     @property
     def at(self) -> Worker:
-        """Its worker, once it has one."""
         if self.worker is None:
             raise RuntimeError("The request has no worker yet.")
         return self.worker

@@ -40,7 +40,7 @@ from proxy.pipeline.exchange import (
 )
 from proxy.pipeline.prefill import Prefills
 from proxy.pipeline.prompt_reader import PromptReader
-from proxy.pipeline.sse import CountingRelay, Heartbeats, SseRelay, data_of_last
+from proxy.pipeline.sse import Heartbeats, SseRelay, data_of_last
 from proxy.routing.engine_events import OUTCOME_HEADER, outcome_in
 from proxy.settings import Settings
 
@@ -271,8 +271,8 @@ class ResponseRelay:
         served = reply.served if exchange.send is reply else None  # else something looks at what is sent
         choices = choices_of(exchange.body.parsed) if exchange.body.strips_usage else 0
         names = opened if exchange.head.endpoint == RESPONSES else None
-        relayed, charge = (response, exchange.send, served, choices, names), reply.charge
-        stream = SseRelay(*relayed) if charge is None or charge.goes_on else CountingRelay(*relayed, _charge=charge)
+        charge = reply.charge if reply.charge is not None and not reply.charge.goes_on else None
+        stream = SseRelay(response, exchange.send, served, choices, names, charge)
         end = b""
         self._heartbeats.streams[stream] = exchange.at
         try:
@@ -407,7 +407,11 @@ def _named_in(begun: bytes) -> Any:
 def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:
     headers = asgi.end_to_end(response.headers, asgi.OWN_RESPONSE)
     if 300 <= response.status < 400 and exchange.worker is not None:
-        headers = _redirected_here(headers, exchange.worker.address)
+        here = (
+            (name, _path_here(value, exchange.worker.address) if name == b"location" else value)
+            for name, value in headers
+        )
+        headers = [(name, value) for name, value in here if value is not None]
     headers.append(id_header(exchange.head.request_id))
     if exchange.worker is not None:
         headers.append((b"x-seamark-worker", exchange.worker.name.encode()))
@@ -422,16 +426,11 @@ def _response_headers(exchange: Exchange, response: Answer) -> asgi.HeaderList:
     return headers
 
 
-def _redirected_here(headers: asgi.HeaderList, worker_url: str) -> asgi.HeaderList:
-    """A worker's redirect to itself becomes one to the same path of the gateway; one to any other address is left out.
+def _path_here(location: bytes, worker_url: str) -> bytes | None:
+    """A worker's redirect to itself becomes one to the same path of the gateway; None for one to any other address.
 
     Workers have addresses that clients must not learn, under names that the gateway does not know.
     """
-    here = [(name, _path_here(value, worker_url) if name == b"location" else value) for name, value in headers]
-    return [(name, value) for name, value in here if value is not None]
-
-
-def _path_here(location: bytes, worker_url: str) -> bytes | None:
     try:
         where, worker = urlsplit(location.decode("latin-1")), urlsplit(worker_url)
         if not where.scheme and not where.netloc:

@@ -149,10 +149,6 @@ class Gateway:
         await self.shelf.aclose()
         await self.upstream.aclose()
 
-    @property
-    def text_held(self) -> int:
-        return self.reader.held + self.shelf.held
-
     def _watch(self, setting: str, file: WatchedFile[Any] | None, refresh: Callable[[], None]) -> None:
         if file is not None:
             self._files.append((setting, file, refresh))

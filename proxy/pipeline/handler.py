@@ -63,8 +63,6 @@ Answering = Callable[[Exchange], Awaitable[None]]
 
 
 class BodyReader:
-    """Reads bodies within their bounds."""
-
     def __init__(self, settings: Settings, idle: IdleWork, known: KnownBodies) -> None:
         self._settings, self._known = settings, known
         self._idle = idle

@@ -13,13 +13,14 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
 
 from proxy.chat.chat import CHAT
-from proxy.config_files import VALUE_ERROR, WatchedFile
+from proxy.config_files import WatchedFile, complaint_of
 from proxy.errors import BadRequest, NotFound, PinRefused, SettingsError
 from proxy.fleet.hot_prefixes import WarmupRequest, replay_all
 from proxy.fleet.part import Change, Part
@@ -83,17 +84,7 @@ A correct file: [{"name": "rules", "body": {"model": "M", "messages": [{"role": 
 _FILE = TypeAdapter(list[PinEntry])
 
 
-def _complaint(error: ValidationError) -> str:
-    """The first thing wrong, without what was given: it may be a prompt."""
-    first = error.errors(include_input=False, include_url=False)[0]
-    where = ".".join(map(str, first["loc"]))
-    words = first["msg"].removeprefix(VALUE_ERROR)
-    return f"{where}: {words}" if where else words
-
-
 class Fate(NamedTuple):
-    """What became of a prompt at one worker."""
-
     boot: str
     word: str  # of `WORDS`
     again_at: float  # time.monotonic(): the worker is not asked again before
@@ -101,8 +92,6 @@ class Fate(NamedTuple):
 
 @dataclass(eq=False)
 class PinnedPrompt:
-    """One prompt, and what became of it at each worker."""
-
     name: str
     model: str
     raw: bytes  # the chat request
@@ -129,25 +118,25 @@ class PinnedPrompt:
         return time.monotonic() >= self.fates[worker.url].again_at
 
 
+@dataclass(eq=False)
 class PinnedPrompts(Part):
     name = "pinned_prompts"
 
-    def __init__(
-        self, settings: Settings, pool: WorkerPool, keys: KeyRing | None, reader: PromptReader, replayer: Replayer
-    ) -> None:
+    _settings: Settings
+    _pool: WorkerPool
+    _keys: KeyRing | None
+    _reader: PromptReader
+    _replayer: Replayer
+    _prompts: dict[str, PinnedPrompt] = field(default_factory=dict)
+    _released: list[PinnedPrompt] = field(default_factory=list)  # their blocks are still to be let go
+    # By the worker's address: its pins come and go one batch at a time.
+    _turns: dict[str, asyncio.Lock] = field(default_factory=dict)
+    file: WatchedFile[list[PinEntry]] | None = None
+
+    def __post_init__(self) -> None:
         """Raises `SettingsError` for a file that cannot be used."""
-        self._limits = settings.json_limits
-        self._most_values = settings.max_boundary_values
-        self._pool = pool
-        self._keys = keys
-        self._reader = reader
-        self._replayer = replayer
-        self._prompts: dict[str, PinnedPrompt] = {}
-        self._released: list[PinnedPrompt] = []  # their blocks are still to be let go
-        self._turns: dict[str, asyncio.Lock] = {}  # by the worker's address: its pins come and go one batch at a time
-        self.file: WatchedFile[list[PinEntry]] | None = None
-        if settings.prefixes_file is not None:
-            self.file = WatchedFile("prefixes_file", settings.prefixes_file, self._read, EXAMPLE)
+        if (path := self._settings.prefixes_file) is not None:
+            self.file = WatchedFile("prefixes_file", path, self._read, EXAMPLE)
             self._load(self.file.value)
 
     def __len__(self) -> int:
@@ -163,10 +152,11 @@ class PinnedPrompts(Part):
         A prompt that has the name already is released. Raises `BadRequest`, or `PinRefused` if there is room nowhere.
         """
         try:
-            entry = PinEntry.model_validate(parse_object(raw, *self._limits))
+            entry = PinEntry.model_validate(parse_object(raw, *self._settings.json_limits))
         except ValidationError as error:
-            where = error.errors()[0]["loc"]
-            raise BadRequest(f"{_complaint(error)}.", param=str(where[0]) if where else None) from None
+            first = error.errors()[0]
+            where = str(first["loc"][0]) if first["loc"] else None
+            raise BadRequest(f"{complaint_of(first)}.", param=where) from None
         prompt = self._prompt(entry)
         previous = self._prompts.get(entry.name)
         if previous is not None and previous.from_file:
@@ -217,14 +207,16 @@ class PinnedPrompts(Part):
             await self.make_all()
 
     async def make_all(self) -> None:
-        """Pin and release what is to be, at every worker that is up."""
         async with asyncio.TaskGroup() as group:
             for worker in self._pool.up:
                 group.create_task(self.make(worker))
 
     async def make(self, worker: Worker) -> None:
         async with self._turns.setdefault(worker.url, asyncio.Lock()):
-            self._follow_salts()
+            for prompt in self._prompts.values():
+                if prompt.key is not None and prompt.key.salt != prompt.salt:  # the key is in another group now:
+                    self._released.append(replace(prompt))  # what is pinned under its old salt is to go
+                    prompt.salt, prompt.fates = prompt.key.salt, {}
             for prompt in [prompt for prompt in self._released if prompt.is_to_go(worker)]:
                 await self._send(prompt, worker, pin=False)
             self._released = [prompt for prompt in self._released if self._is_held(prompt)]
@@ -238,20 +230,11 @@ class PinnedPrompts(Part):
             return
         for name in list(self._prompts):
             self._drop(name)
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
                 await self.make_all()
-        except TimeoutError:
-            pass
         if held := sum(map(self._is_held, self._released)):
             logger.warning("%d prompts stay pinned until workers restart: salt_secret_file keeps salts", held)
-
-    def _follow_salts(self) -> None:
-        """A key has another salt once it is in another group: what is pinned under the old one is to go."""
-        for prompt in self._prompts.values():
-            if prompt.key is not None and prompt.key.salt != prompt.salt:
-                self._released.append(replace(prompt))
-                prompt.salt, prompt.fates = prompt.key.salt, {}
 
     def _is_held(self, prompt: PinnedPrompt) -> bool:
         return any(prompt.fate(worker) == PINNED for worker in self._pool.workers)
@@ -291,9 +274,9 @@ class PinnedPrompts(Part):
         key = prompt.key
         if key is not None:  # what is pinned is kept, and let go under the salt that it was pinned with
             key = replace(key, salt=prompt.salt or "", entry=key.entry.model_copy(update={"keep": None}))
-        exchange = exchange_of(scope, prompt.raw, prompt.name, key)
-        body, parsed = exchange.body, parse_object(prompt.raw, *self._limits)
-        body.memory = memory_of(parsed, len(prompt.raw), self._most_values)
+        exchange, settings = exchange_of(scope, prompt.raw, prompt.name, key), self._settings
+        body, parsed = exchange.body, parse_object(prompt.raw, *settings.json_limits)
+        body.memory = memory_of(parsed, len(prompt.raw), settings.max_boundary_values)
         exchange.take(parsed, asks_usage=False)
         found = await self._reader.find_beside(exchange, worker)
         if not worker.hint(found):
@@ -323,7 +306,7 @@ class PinnedPrompts(Part):
             raise BadRequest("key: this gateway has no API keys.", param="key")
         try:
             raw = json.dumps(entry.body, allow_nan=False).encode()
-            parse_object(raw, *self._limits)
+            parse_object(raw, *self._settings.json_limits)
         except (ValueError, RecursionError):
             text = "body: it is no JSON that a worker reads: NaN and infinite numbers are none."
             raise BadRequest(text, param="body") from None
@@ -342,7 +325,7 @@ class PinnedPrompts(Part):
         try:
             entries = _FILE.validate_json(raw)
         except ValidationError as error:
-            raise SettingsError(f"{where}: {_complaint(error)}") from None
+            raise SettingsError(f"{where}: {complaint_of(error.errors()[0])}") from None
         for name, times in Counter(entry.name for entry in entries).items():
             if times > 1:
                 raise SettingsError(f"{where}: two prompts are called {name!r}")

@@ -52,6 +52,8 @@ class SseRelay:
     _choices: int = 0  # remove the event that holds only usage, behind the ends of so many; 0: leave it
     # Called with the first event before that is sent; then `first` and `last` are kept.
     _opened: Callable[[bytes], None] | None = None
+    # Counts the events for a key with limits in tokens: all that is known of a stream without usage.
+    _charge: Charge | None = None
     _ended: int = 0  # choices
     _held: bytes = b""  # the beginning of an event
     _terminal: bytes = b""  # a whole event that the usage may have to go into
@@ -64,6 +66,10 @@ class SseRelay:
     moved: float = field(default_factory=lambda: time.monotonic())  # when something was last sent
     sending: bool = False
     _refusals: int = 0  # by its worker, since that said something
+
+    def __post_init__(self) -> None:
+        if self._charge is not None:
+            self._charge.streamed = 0
 
     async def run(self, piece: bytes) -> None:
         """Pass on this piece and all behind it up to the end, the end itself excepted."""
@@ -106,6 +112,8 @@ class SseRelay:
                 self.first = chunk[: _end_of_event(chunk, 0)]
                 self._opened(self.first)
             self.last = chunk
+        if self._charge is not None:
+            self._charge.streamed = (self._charge.streamed or 0) + sum(map(chunk.count, _ENDS))
         return chunk
 
     async def finish(self, event: bytes = b"") -> None:
@@ -178,21 +186,6 @@ class SseRelay:
                 self._terminal = events[start:]
                 return events[:start]
         return events
-
-
-@dataclass(eq=False, kw_only=True)
-class CountingRelay(SseRelay):
-    """Counts its events for a key with limits in tokens: all that is known of a stream without usage."""
-
-    _charge: Charge
-
-    def __post_init__(self) -> None:
-        self._charge.streamed = 0
-
-    def _take(self, chunk: bytes) -> bytes:
-        taken = super()._take(chunk)
-        self._charge.streamed = (self._charge.streamed or 0) + sum(map(taken.count, _ENDS))
-        return taken
 
 
 def _without_usage(events: bytes) -> bytes:

@@ -25,7 +25,7 @@ from proxy.idle_work import IdleWork, Steps
 from proxy.printable import printable
 from proxy.routing import feed_lines
 from proxy.routing.feed_lines import AdapterGone, Admitted, Cleared, FeedLine, Pinned
-from proxy.routing.held_states import HeldStates
+from proxy.routing.held_states import HeldStates, Learnt, PromptComputed
 from proxy.routing.prefix_index import PrefixIndex
 
 logger = logging.getLogger("seamark.engine_events")
@@ -77,31 +77,24 @@ class _FeedReader:
     refused: str = ""  # the worker's boot identity when a read was beyond all bounds, which is logged once
 
 
+@dataclass(eq=False)
 class EngineEvents(Part):
     """The feeds of all workers. Use inside a running event loop; `aclose` when done."""
 
     name = "engine_events"
 
-    def __init__(
-        self,
-        upstream: Upstream,
-        prefix_index: PrefixIndex,
-        idle: IdleWork,
-        shelf: Shelf,
-        learnt: Callable[[bytes, int], None] = lambda *_: None,
-        gateway_id: str = "",
-        computed: Callable[[str, int, bool], None] = lambda *_: None,
-    ) -> None:
-        """`gateway_id`: what workers know this gateway's requests by, hexadecimal; they tell it what others have there.
+    _upstream: Upstream
+    _prefix_index: PrefixIndex
+    _idle: IdleWork
+    _shelf: Shelf
+    _learnt: Learnt = lambda *_: None
+    _gateway_id: str = ""  # what workers know this gateway's requests by, hexadecimal; they tell what others have there
+    _computed: PromptComputed = lambda *_: None
 
-        `learnt` is called with the key and the tokens of each boundary that an engine has resolved, `computed` with its
-        name of a request, the tokens of the prompt that it has computed, and whether all boundaries lie before.
-        """
-        self._gateway_id, self._upstream = gateway_id, upstream
-        self._idle, self._shelf, self._computed = idle, shelf, computed
+    def __post_init__(self) -> None:
         # By the worker's URL.
         self._feeds = defaultdict[str, _FeedReader](
-            lambda: _FeedReader(HeldStates(prefix_index, learnt, self._computed))
+            lambda: _FeedReader(HeldStates(self._prefix_index, self._learnt, self._computed))
         )
 
     def sent(self, worker: Worker, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry]) -> None:

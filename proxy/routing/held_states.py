@@ -38,20 +38,22 @@ class _HeldState:
     keys: set[bytes] = field(default_factory=set)  # of the prefixes for which it is the deepest
 
 
+# Called with the key and the tokens of each boundary that an engine has resolved, and with the engine's name of a
+# request, the tokens of the prompt that it has computed, and whether all boundaries lie before.
+Learnt = Callable[[bytes, int], None]
+PromptComputed = Callable[[str, int, bool], None]
+
+
+@dataclass(eq=False)
 class HeldStates:
     """The states of one worker, as its engine reports them. What cannot be known counts as not held."""
 
-    def __init__(
-        self,
-        prefix_index: PrefixIndex,
-        learnt: Callable[[bytes, int], None],
-        computed: Callable[[str, int, bool], None] = lambda *_: None,
-    ) -> None:
-        """`learnt` and `computed`: as of `EngineEvents`."""
-        self._prefix_index, self._learnt, self._computed = prefix_index, learnt, computed
-        self._pending: OrderedDict[str, _Pending] = OrderedDict()
-        self._states: OrderedDict[str, _HeldState] = OrderedDict()
-        self._tied: dict[bytes, str] = {}  # prefix key to the name of its state
+    _prefix_index: PrefixIndex
+    _learnt: Learnt
+    _computed: PromptComputed = lambda *_: None
+    _pending: OrderedDict[str, _Pending] = field(default_factory=OrderedDict)
+    _states: OrderedDict[str, _HeldState] = field(default_factory=OrderedDict)
+    _tied: dict[bytes, str] = field(default_factory=dict)  # prefix key to the name of its state
 
     def sent(
         self, request_id: str, boundaries: Sequence[Boundary], entries: Sequence[Entry], boot: str, ahead: int = 0

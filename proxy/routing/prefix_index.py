@@ -19,8 +19,6 @@ ENTRY_BYTES, HOLDER_BYTES = 500, 100
 
 
 class Holding(Struct, order=True):
-    """The longest prefix of a request that a worker holds."""
-
     tokens: int  # that a request finds, in whole match units once the engine has reported them
     key: bytes
     is_told: bool  # the engine has told the prefix's length; if not, `tokens` is a guess

@@ -28,8 +28,6 @@ class _Waiter:
 
 
 class AdmissionQueue:
-    """The queue before the workers."""
-
     def __init__(self, most: int, timeout: float, seconds: Distribution) -> None:
         """At most `most` requests wait, each `timeout` seconds; `seconds` observes how long they did."""
         self._most, self._timeout, self._seconds = most, timeout, seconds

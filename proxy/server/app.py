@@ -94,7 +94,6 @@ def _wrong_base_url(path: str) -> str | None:
 
 
 def _no_such_path(path: str, pages_only: bool) -> str:
-    """What a client reads that asks for a path which nobody has."""
     meant = _wrong_base_url(path)
     if pages_only and (meant is not None or path.startswith(API + "/")):
         return f"No such path: {path}. This address has the operator's pages only; clients use the gateway's port."
@@ -280,8 +279,6 @@ _NAMED = re.compile(r"# (?:HELP|TYPE) (\S+)")
 
 
 class _One(NamedTuple):
-    """A registry of one family."""
-
     family: Metric
 
     def collect(self) -> Iterable[Metric]:

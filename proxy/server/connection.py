@@ -217,7 +217,6 @@ class Connection(asyncio.Protocol):
             self.transport.resume_reading()
 
     def on_answered(self) -> None:
-        """The answer under way is complete."""
         self._free_since = self.loop.time()
         self._is_idle = not (self._reading or self._unfinished)
         request, _ = self._requests.popleft()
@@ -281,7 +280,6 @@ class Connection(asyncio.Protocol):
                 self.transport.close()
 
     def _break_off(self) -> None:
-        """What has come is no HTTP, or too much of it."""
         if self._requests:
             # A refusal now would look like the answer to an earlier request. Those are answered, then it ends.
             self._refused = True

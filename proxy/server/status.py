@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from proxy.boundaries.template_facts import OpenerPlace, Role, TemplateFacts
+from proxy.fleet.self_check import SelfCheck
 from proxy.fleet.worker import TRIAL, Worker
 from proxy.observability.explanations import Explanation
 from proxy.observability.reasons import REASON_TEXT
 from proxy.observability.totals import SLOTS, SLOTS_OF_MINUTE, Totals, by_key
+from proxy.pipeline.gateway import Gateway
 from proxy.version import version
-
-if TYPE_CHECKING:
-    from proxy.fleet.self_check import SelfCheck
-    from proxy.pipeline.gateway import Gateway
 
 MOST_REQUESTS = 50
 HOUR = 3600.0  # seconds
@@ -59,7 +57,7 @@ def status(gateway: Gateway) -> dict[str, Any]:
         "directory_entries": len(gateway.prefix_index),
         "known_positions": len(gateway.reader.positions),
         "hot_prefixes": len(gateway.warmup),
-        "text_bytes_held": gateway.text_held,
+        "text_bytes_held": gateway.reader.held + gateway.shelf.held,
         "shadow": gateway.shadow.status(),
     }
 
@@ -148,11 +146,12 @@ def template_status(facts: TemplateFacts | None) -> dict[str, Any]:
     """Which facts of a template are learnt under its default setting, and which it does not determine."""
     if facts is None:
         return {"learnt": False, "known": [], "unknown": []}
-    found: dict[str, object] = {f"end of a {role} turn": facts.end(role) for role in get_args(Role)}
+    found: dict[str, object] = {f"end of a {role} turn": facts.ends.get(role) for role in get_args(Role)}
     for place, tools in product(get_args(OpenerPlace), (False, True)):
+        opener = facts.openers.get((place, tools))
         # Without tools there are no results, and in most templates nothing moves.
-        if (tools or place not in ("tool", "results")) and (place != "next" or facts.opener(place, tools)):
-            found[f"opener: {place}{' with tools' if tools else ''}"] = facts.opener(place, tools)
+        if (tools or place not in ("tool", "results")) and (place != "next" or opener):
+            found[f"opener: {place}{' with tools' if tools else ''}"] = opener
     unknown = [name for name, fact in found.items() if fact is None]
     return {"learnt": True, "known": [name for name in found if name not in unknown], "unknown": unknown}
 
@@ -162,7 +161,6 @@ def redis_status(gateway: Gateway) -> dict[str, Any]:
 
 
 def alarms(gateway: Gateway) -> list[str]:
-    """What nobody may overlook, in sentences."""
     sentences = []
     check = gateway.self_check
     if check.differs:
@@ -181,7 +179,6 @@ def alarms(gateway: Gateway) -> list[str]:
 
 
 def warnings(gateway: Gateway) -> list[str]:
-    """What costs hits or may soon, in sentences."""
     up = [worker for worker in gateway.pool.workers if worker.up]
     sentences = [f"Worker {worker.name} gets no hints: {worker.refused}." for worker in up if worker.refused]
     sentences += [f"Worker {worker.name}: {worker.other_version}." for worker in up if worker.other_version]
@@ -199,7 +196,8 @@ def warnings(gateway: Gateway) -> list[str]:
         sentences.insert(0, "Shadow mode: nothing is changed and no hint is sent; what that costs is counted.")
         counted = "what the plugin would save is counted as if it used hints with drafts"
         drafting = f"drafts: {counted}, which it does once they have passed a trial, at each start"
-        sentences += [f"Worker {worker.name} {drafting}." for worker in up if worker.drafts]
+        told = ((worker.name, worker.probed.metrics) for worker in up)
+        sentences += [f"Worker {name} {drafting}." for name, metrics in told if metrics.drafts and not metrics.engine]
     else:
         for worker in up:
             if worker.engine is None and not worker.refused:

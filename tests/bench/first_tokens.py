@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from proxy.bench.harness.client import open_client
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import open_client, prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, generated_model, narrator
 from tests.bench.gateway_cost import percentile
 from tests.bench.peers import PEERS, VLLM_ROUTER, start, start_bare

@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 import uvloop
 
-from proxy.bench.harness.client import open_client
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import open_client, prose
 from proxy.bench.harness.servers import Server, Servers, narrator
 from tests.bench.peers import PEERS, VLLM_ROUTER, Peer, start, start_bare
 from tests.harness.counters import samples_of

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from proxy.bench.harness.client import CHAT, COMPLETION, MIN_TOKENS, TOP_LOGPROBS
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import CHAT, COMPLETION, MIN_TOKENS, TOP_LOGPROBS, prose
 from tests.harness.bench_clients import Leave
 
 TOKENS = range(64, 4000)  # plain words of the generated models

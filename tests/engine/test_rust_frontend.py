@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from tests.harness.versions import engine_of
 from tests.harness.waiting import wait_for

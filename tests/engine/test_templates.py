@@ -163,7 +163,7 @@ async def cell_of(renderer: Renderer, facts: TemplateFacts, template: str, name:
     tools, wrong = bool(shape.body.get("tools")), []
     prompt, *others = (prompts[text] for text in TEXTS if text in prompts)
     parting = min(common_prefix(prompt, other) for other in others)
-    opener = facts.opener(shape.place, tools)
+    opener = facts.openers.get((shape.place, tools))
     last = [gap(opener, "last", each, parting) for each in (prompt, *others)]
     if opener is not None and opener.text is not None and max(each or 0 for each in last) <= 1 and shape.parts is None:
         # What stands in the last text, too, is counted and skipped.
@@ -178,9 +178,9 @@ async def cell_of(renderer: Renderer, facts: TemplateFacts, template: str, name:
         chats = [[*head, {**asking, "content": text}] for text in ("and low tide", "\nOn a line", ")x")]
         starts = [await renderer.ids({**shape.body, "messages": messages}) for messages in chats]
         if partings := [common_prefix(prompt, start) for start in starts if start is not None]:
-            first.append(gap(facts.opener("first", tools), "first", prompt, min(partings)))
+            first.append(gap(facts.openers.get(("first", tools)), "first", prompt, min(partings)))
     role, ends = shape.last["role"], {}
-    if (end := facts.end(role)) is not None:
+    if (end := facts.ends.get(role)) is not None:
         for text, ids in prompts.items():
             bare = await renderer.ids({**shape.chat(text), "add_generation_prompt": False})
             if bare is not None:

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import MIN_TOKENS, Messages, ask, open_client, tokens_of
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import MIN_TOKENS, Messages, ask, open_client, prose, tokens_of
 from proxy.bench.harness.servers import ENGINE_ENVIRONMENT, ENGINE_FLAGS, MODEL_NAME, Server, free_port, generated_model
 from proxy.boundaries.divergence import common_prefix
 from tests.harness.gateways import CHAT, knows_templates, metric

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from engine_patches.disk.files import SUFFIX
-from proxy.bench.harness.client import CHAT, COMPLETION, open_client
+from proxy.bench.harness.client import CHAT, COMPLETION, open_client, prose
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers, free_port
 from tests.harness.api_keys import bearer, entry
 from tests.harness.dashboards import Query, queries

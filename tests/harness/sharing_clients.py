@@ -11,7 +11,7 @@ from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Worker
 from proxy.http import asgi
 from proxy.pipeline.exchange import Exchange, exchange_of
-from proxy.pipeline.stored_answers import PIECE_BYTES
+from proxy.pipeline.response_cache import PIECE_BYTES
 
 END = b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n'
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import prose
 
 Chat = list[dict[str, str]]
 

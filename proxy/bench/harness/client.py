@@ -1,16 +1,20 @@
-"""Requests as a client would send them, timed."""
+"""Requests as a client would send them, timed: prompts with a shared part of exact length, and the passes they took."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import random
+import re
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 
 from proxy.bench.harness.servers import MODEL_NAME
+from proxy.boundaries.divergence import common_prefix
 from proxy.fleet.answer_compare import ContinuedToken
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -57,7 +61,6 @@ async def ask(client: httpx.AsyncClient, url: str, messages: Messages, tokens: i
 async def ask_all(
     client: httpx.AsyncClient, url: str, prompts: Sequence[Messages], tokens: int, parallel: int, **fields: Any
 ) -> list[TimedAnswer]:
-    """Answers to all `prompts`, at most `parallel` at a time."""
     gate = asyncio.Semaphore(parallel)
 
     async def one(messages: Messages) -> TimedAnswer:
@@ -143,3 +146,101 @@ async def tokens_of(client: httpx.AsyncClient, url: str, messages: Messages) -> 
     response.raise_for_status()
     tokens: list[int] = response.json()["tokens"]
     return tokens
+
+
+LOG_SECONDS = 10.0
+
+_ITERATION = re.compile(
+    rb"Iteration\(\d+\): \d+ context requests, (\d+) context tokens, \d+ generation requests, (\d+)"
+)
+
+
+class Passes(NamedTuple):
+    with_prompt: int  # those that computed prompt tokens
+    prompt_tokens: int
+    tokens: int  # computed, those of prompts and of answers
+
+
+class PassCounter:
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._offset = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self._offset = self._log.stat().st_size
+
+    def after(self, answers: Sequence[TimedAnswer]) -> Passes:
+        """Passes since `restart`, once the log accounts for all tokens of `answers`, else `TimeoutError`; restarts."""
+        # The last token of an answer is sampled, never computed.
+        wanted = sum(answer.prompt_tokens - (answer.cached_tokens or 0) + len(answer.steps) - 1 for answer in answers)
+        deadline = time.monotonic() + LOG_SECONDS
+        while (passes := self.so_far()).tokens < wanted:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{self._log.name}: {passes.tokens} tokens computed of {wanted}")
+            time.sleep(0.005)
+        self.restart()
+        return passes
+
+    def so_far(self) -> Passes:
+        """Passes since `restart` that the log names by now."""
+        with self._log.open("rb") as log:
+            log.seek(self._offset)
+            text = log.read()
+        counts = [(int(prompt), int(generated)) for prompt, generated in _ITERATION.findall(text)]
+        prompts = [prompt for prompt, _ in counts]
+        return Passes(sum(map(bool, prompts)), sum(prompts), sum(map(sum, counts)))
+
+
+_SENTENCE = (
+    ("The editor", "A harbour pilot", "Each reader", "The archive", "Our team", "The northern station", "A clerk"),
+    ("checks", "describes", "records", "compares", "repeats", "returns", "measures", "answers"),
+    ("the figures", "every request", "a short report", "the first page", "its own notes", "the tide tables"),
+    ("before noon", "without delay", "in plain words", "for the next reader", "twice a week", "with care"),
+)
+
+# First words that share no beginning, so that two questions part at their first token.
+QUESTIONS = (
+    "What changed since the last report, and who has to know about it?",
+    "Please list the three risks that matter most this week.",
+    "How would you explain the main figure to a newcomer?",
+    "Summarise the second section in two sentences.",
+    "Give an example from the harbour that fits the rule.",
+    "Is there anything in the notes that contradicts the summary?",
+)
+
+
+def prose(words: int, seed: int) -> str:
+    """About `words` words of dull English, the same for the same seed."""
+    draw = random.Random(seed)
+    text: list[str] = []
+    while len(text) < words:
+        sentence = " ".join(map(draw.choice, _SENTENCE)) + "."
+        text += sentence.split()
+    return " ".join(text[:words])
+
+
+async def with_shared_tokens(
+    client: httpx.AsyncClient, url: str, shared: int, seed: int, questions: Sequence[str] = QUESTIONS
+) -> tuple[Messages, ...]:
+    """Chats, any two of which share exactly `shared` tokens; `ValueError` if the tokenizer does not allow that."""
+
+    def chats(system: str) -> tuple[Messages, ...]:
+        return tuple(
+            [{"role": "system", "content": system}, {"role": "user", "content": question}] for question in questions
+        )
+
+    async def shared_of(system: str) -> int:
+        first, second = chats(system)[:2]
+        return common_prefix(await tokens_of(client, url, first), await tokens_of(client, url, second))
+
+    words = shared * shared // await shared_of(prose(shared, seed))  # close; then to just below, and up token by token
+    while (length := await shared_of(prose(words, seed))) > shared:
+        words -= max(1, (length - shared) // 4)
+    system = prose(words, seed)
+    while length < shared:
+        system += " so"
+        length = await shared_of(system)
+    if length != shared:
+        raise ValueError(f"no system prompt of {shared} shared tokens, nearest {length}")
+    return chats(system)

@@ -21,9 +21,8 @@ import pytest
 
 from engine_patches.commands.worker import CPU_ENVIRONMENT
 from proxy.bench import mine
-from proxy.bench.harness.client import CHAT
+from proxy.bench.harness.client import CHAT, prose
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import (
     ENGINE_ENVIRONMENT,
     ENGINE_FLAGS,

@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server
 from proxy.boundaries.divergence import common_prefix
 from proxy.pipeline.forward import HOW_STORED

@@ -18,16 +18,18 @@ from proxy.bench import stories
 from proxy.bench.harness import exact
 from proxy.bench.harness.client import (
     MIN_TOKENS,
+    QUESTIONS,
     Messages,
+    PassCounter,
     TimedAnswer,
     ask,
     ask_all,
     open_client,
+    prose,
     tokens_of,
+    with_shared_tokens,
 )
 from proxy.bench.harness.client import complete as completion
-from proxy.bench.harness.counters import PassCounter
-from proxy.bench.harness.prompts import QUESTIONS, prose, with_shared_tokens
 from proxy.bench.harness.servers import MATCH_UNITS, MODEL_NAME, Server
 from proxy.bench.shapes import SHAPES, Seen
 from proxy.bench.stories import StoryStage, floored

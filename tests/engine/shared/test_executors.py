@@ -17,9 +17,8 @@ import httpx
 import pytest
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import CHAT, COMPLETION, complete, judgeable, open_client, tokens_of
+from proxy.bench.harness.client import CHAT, COMPLETION, complete, judgeable, open_client, prose, tokens_of
 from proxy.bench.harness.planted import plugin_environment
-from proxy.bench.harness.prompts import prose
 from proxy.bench.harness.servers import MODEL_NAME, QWEN3_NEXT, Server, Servers
 from tests.harness.bench_clients import Leave, send_and_leave
 from tests.harness.counters import samples_of

@@ -10,8 +10,7 @@ import signal
 import httpx
 import pytest
 
-from proxy.bench.harness.client import CHAT, open_client
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import CHAT, open_client, prose
 from proxy.bench.harness.servers import MODEL_NAME, Server
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import metric

@@ -7,8 +7,7 @@ import asyncio
 import httpx
 
 from proxy.bench.harness import exact
-from proxy.bench.harness.client import COMPLETION, complete, judgeable, open_client
-from proxy.bench.harness.counters import PassCounter
+from proxy.bench.harness.client import COMPLETION, PassCounter, complete, judgeable, open_client
 from proxy.bench.harness.servers import Server
 from tests.harness.bench_clients import Leave, Left, fresh_tokens, send_and_leave
 from tests.harness.counters import samples_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import prose
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import CHAT, metric, start_gateway

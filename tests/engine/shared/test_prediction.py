@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from proxy.bench.harness.client import open_client
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import open_client, prose
 from proxy.bench.harness.servers import MODEL_NAME
 from tests.harness.engines import SharedServers
 from tests.harness.gateways import CHAT, metric

@@ -11,8 +11,7 @@ import httpx
 import pytest
 
 from proxy.bench.harness import planted
-from proxy.bench.harness.client import CHAT, TimedAnswer, ask, complete, open_client, tokens_of
-from proxy.bench.harness.prompts import QUESTIONS, prose
+from proxy.bench.harness.client import CHAT, QUESTIONS, TimedAnswer, ask, complete, open_client, prose, tokens_of
 from proxy.bench.harness.servers import MODEL_NAME, Server, Servers
 from proxy.bench.stories import UNIT, floored
 from proxy.boundaries.divergence import common_prefix

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from proxy.bench.harness.prompts import prose
+from proxy.bench.harness.client import prose
 from proxy.bench.harness.servers import MODEL_NAME
 from tests.harness.api_keys import bearer, entry
 from tests.harness.engines import SharedServers

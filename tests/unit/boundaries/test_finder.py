@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.boundaries.boundary import MAX_ENTRIES, Boundary, Found, distinct_entries
+from proxy.boundaries.boundary import MAX_ENTRIES, Boundary, Found
 from proxy.boundaries.divergence import MAX_CUTS, DivergenceLearner
 from proxy.boundaries.finder import MAX_MARKS, BoundaryFinder
 from proxy.boundaries.layout import PromptLayout, layout_of
@@ -206,7 +206,8 @@ def test_a_position_that_an_engine_has_told_stands_in_for_a_fact_and_an_estimate
 
 
 def test_no_hint_is_longer_than_an_engine_takes_and_the_deepest_positions_save_the_most():
-    assert distinct_entries([None, *range(1, 40), 1]) == tuple(range(1, MAX_ENTRIES + 1))
+    given = [Boundary("turn", b"", each) for each in (None, *range(1, 40), 1)]
+    assert Found(tuple(given)).entries() == tuple(range(1, MAX_ENTRIES + 1))
     many = Found(tuple(Boundary("explicit", b"%d" % number, number, number) for number in range(1, 40)))
     assert many.entries() == tuple(range(1, 17))
     parts = [text_part(f"{number}", **EPHEMERAL) for number in range(3 * MAX_MARKS)]

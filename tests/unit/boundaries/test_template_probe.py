@@ -153,7 +153,7 @@ async def learnt(renders: TemplateRenderer) -> TemplateFacts | None:
 
 def gap(renders: TemplateRenderer, facts: TemplateFacts, place: OpenerPlace, with_tools: bool) -> int | None:
     """Tokens that an opener leads to before the place; None if it is not known."""
-    opener = facts.opener(place, with_tools)
+    opener = facts.openers.get((place, with_tools))
     if opener is None:
         return None
     (position,) = resolve([encode_opener(opener)], renders.render(chat(place, RICH, with_tools)))
@@ -182,7 +182,7 @@ async def test_an_opener_leads_to_the_place_or_just_before_it_and_its_first_to_w
     far = {where for where, each in gaps.items() if each is not None and each > 1}
     assert far == ({("tool", True), ("results", True)} if name == "id-before-result" else set())
     for with_tools in (False, True) if special else ():
-        opener = facts.opener("first", with_tools)
+        opener = facts.openers.get(("first", with_tools))
         if name == "system-in-last-user" or (name == "tools-in-first-user" and with_tools):
             assert opener is None
             continue
@@ -284,7 +284,7 @@ async def test_an_opener_leads_to_a_result_behind_an_id_unless_that_is_too_long(
         ]
         return written({**body, "messages": messages})
 
-    found = (await facts_of(template)).opener("tool", tools=True)
+    found = (await facts_of(template)).openers.get(("tool", True))
     assert found == (Opener(tuple(map(ord, "</><t>")), "</><t>") if is_known else None)
 
 
@@ -389,7 +389,7 @@ async def test_a_setting_has_facts_of_its_own_and_one_that_moves_nothing_the_def
         await learner.learn(switched, ID, "m", setting)
     default, off = learner.facts(ID), learner.facts(ID, OFF)
     assert learner.facts(ID, numbered(1)) is default
-    assert off.is_own and off.openers == default.openers and off.end("user") > default.end("user")
+    assert off.is_own and off.openers == default.openers and off.ends["user"] > default.ends["user"]
 
 
 async def test_a_renderer_that_is_broken_raises_nothing(learner):
@@ -406,7 +406,7 @@ async def test_a_restart_forgets_what_was_learnt_and_what_is_being_learnt(learne
     for name, setting in ((ID, DEFAULT), (ID, OFF), (b"other", DEFAULT)):
         await learner.learn(switched, name, "m", setting)
     facts = learner.facts(ID)
-    assert facts.is_own and facts.end("user") == 1 and facts.opener("user", False) is not None
+    assert facts.is_own and facts.ends["user"] == 1 and ("user", False) in facts.openers
     learner.forget(ID)
     assert learner.facts(ID) is learner.facts(ID, OFF) is None and learner.facts(b"other") is not None
     running = asyncio.create_task(learner.learn(switched, ID, "m"))

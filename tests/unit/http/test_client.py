@@ -16,7 +16,7 @@ import aiohappyeyeballs
 import pytest
 import uvloop
 
-from proxy.http import client, worker_connection
+from proxy.http import client
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Refused, Silent, Stale, Unreachable, Upstream
 from proxy.http.json_body import OverBound
 
@@ -341,7 +341,7 @@ async def test_an_idle_connection_ends_and_one_that_was_to_be_new_serves_one_req
     with pytest.raises(Broken) as failed:
         await sending
     assert not isinstance(failed.value, Stale)  # nothing was kept
-    monkeypatch.setattr(worker_connection, "KEEPALIVE_SECONDS", 0.0)
+    monkeypatch.setattr(client, "KEEPALIVE_SECONDS", 0.0)
     async with asyncio.timeout(30):
         while upstream._open:
             await asyncio.sleep(0.01)

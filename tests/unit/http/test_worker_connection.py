@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.http.worker_connection import Broken, Malformed, WorkerConnection
+from proxy.http.client import Broken, Malformed, WorkerConnection
 
 MOST_HEAD = 2000
 

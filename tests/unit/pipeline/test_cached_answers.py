@@ -21,11 +21,10 @@ from proxy.fleet.part import Change
 from proxy.fleet.probe import Probed
 from proxy.http.auth import ApiKey, KeyEntry
 from proxy.metrics import Metrics
-from proxy.pipeline import cacheable, response_cache, stored_answers
+from proxy.pipeline import cacheable, response_cache
 from proxy.pipeline.cacheable import LARGEST_JUDGED, digest
 from proxy.pipeline.exchange import Exchange, exchange_of
-from proxy.pipeline.response_cache import ResponseCache
-from proxy.pipeline.stored_answers import STALE_SECONDS, TIMES_WHAT_IS_FREE, Entry, Source, StoredAnswers
+from proxy.pipeline.response_cache import STALE_SECONDS, TIMES_WHAT_IS_FREE, Entry, ResponseCache, Source, StoredAnswers
 from proxy.routing.engine_events import EngineEvents
 from proxy.settings import Settings
 from tests.harness.api_keys import bearer, entry
@@ -397,7 +396,7 @@ class Storing(RuleBasedStateMachine):
     @initialize()
     def begins(self) -> None:
         self.patch, self.now, self.number = pytest.MonkeyPatch(), 0.0, 0
-        self.patch.setattr(stored_answers.time, "monotonic", lambda: self.now)
+        self.patch.setattr(response_cache.time, "monotonic", lambda: self.now)
         self.gone: list[bytes] = []  # in the model
         self.evicted = 0
         self.held = StoredAnswers(MOST, lambda: setattr(self, "evicted", self.evicted + 1))

@@ -22,17 +22,16 @@ from proxy.fleet.probe import Probed
 from proxy.fleet.worker import Slot
 from proxy.http import asgi
 from proxy.metrics import Metrics
-from proxy.pipeline import response_cache, stored_answers
+from proxy.pipeline import response_cache
 from proxy.pipeline.exchange import Exchange
-from proxy.pipeline.response_cache import PATIENCE_SECONDS, ResponseCache
+from proxy.pipeline.response_cache import PATIENCE_SECONDS, ResponseCache, weight_of
 from proxy.pipeline.sse import HEARTBEAT
-from proxy.pipeline.stored_answers import weight_of
 from proxy.settings import Settings
 from tests.harness.sharing_clients import END, Client, Run, a_worker, head, part, turns
 from tests.harness.virtual_time import VirtualTimeLoop
 
 ROOM = 2**20  # bytes of the cache
-LARGEST = ROOM // stored_answers.LARGEST_SHARE
+LARGEST = ROOM // response_cache.LARGEST_SHARE
 
 
 class Sharing(RuleBasedStateMachine):
@@ -43,8 +42,7 @@ class Sharing(RuleBasedStateMachine):
         self.loop, self.patch, self.metrics = loop or VirtualTimeLoop(), pytest.MonkeyPatch(), Metrics()
         ticks = itertools.count()  # a clock never stands
         clock = SimpleNamespace(monotonic=lambda: self.loop.time() + next(ticks) * 1e-7)
-        for module in (response_cache, stored_answers):
-            self.patch.setattr(module, "time", clock, raising=False)
+        self.patch.setattr(response_cache, "time", clock, raising=False)
         self.worker, self.all = a_worker(), list[Client]()
         self.runs: list[Run] = []
         self.stored: dict[str, set[bytes]] = {}  # what may be, by prompt

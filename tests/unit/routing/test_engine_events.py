@@ -355,7 +355,7 @@ async def test_each_of_several_engines_is_read_by_its_rank_and_says_who_reads():
         events.sent(worker, "r", [], ())
         assert [query["engine"] for query in feed.asked] == [["3"], ["3"]]
     feed = Feed("r")
-    events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), gateway_id="ab12")
+    events = EngineEvents(feed, PrefixIndex(10**6), IdleWork(), Shelf(Metrics()), _gateway_id="ab12")
     await outcome_of(events, WORKER, "r")
     await events.aclose()
     assert feed.asked[0]["gateway"] == ["ab12"] and "engine" not in feed.asked[0] and "lines" not in feed.asked[0]
