@@ -8,12 +8,15 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import httpx
 import pytest
 
 from engine_patches.commands.model import write_model
 from proxy.bench import mine
 from proxy.bench.harness.servers import MODEL_NAME
+from proxy.fleet.probe import read_metrics
 from tests.harness.engines import SharedServers
+from tests.harness.scheduler_process import run_apart
 
 REQUEST = {
     "model": MODEL_NAME,
@@ -51,6 +54,22 @@ def test_a_worker_begins_with_vllms_banner_and_is_warned_of_nothing_in_its_comma
     assert " INFO " in log.partition("\n")[0], log.partition("\n")[0]
     for warning in ("DeprecationWarning", "duplicate keys", "`--model`"):
         assert warning not in log, next(line for line in log.splitlines() if warning in line)
+
+
+ENGINES = ("seamark", "tight", "reference", "untouched")
+
+
+@pytest.fixture(scope="module")
+def reckoned(servers: SharedServers) -> dict[str, list[object]]:
+    """By engine: its pool by `seamark worker --explain` with its own command line."""
+    commands = [getattr(servers, name).process.args[4:] for name in ENGINES]
+    return dict(zip(ENGINES, run_apart("measured_pools", json.dumps(commands)), strict=True))
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_pool_that_is_reckoned_before_the_start_is_the_engine_s(servers, reckoned, name):
+    said = read_metrics(httpx.get(getattr(servers, name).url + "/metrics").text)
+    assert reckoned[name][0] == [said.blocks, said.block_size, round(said.blocks / said.at_once), 8192]
 
 
 def test_doctor_finds_a_patched_worker_well(servers):
