@@ -22,6 +22,7 @@ from engine_patches.commands.model_layers import (
     ATTENTION,
     NO_DRAFTS_ON_A_CPU,
     NOT_INSPECTED,
+    RECURRENT,
     CannotExplain,
     layer_kinds,
     recurrent_layers,
@@ -183,7 +184,7 @@ def cost_of(config: Any) -> StateCost:
         attention_groups=len(of_rows),
         match_unit=unit,
         inside=has_cores and runs_whole_steps(config),
-        notes=tuple(_notes(config, layers, None if unit_given else unit)),
+        notes=(*unserved_stages(config, kinds), *_notes(config, layers, None if unit_given else unit)),
         max_model_len=config.model_config.max_model_len,
         fits_itself=config.model_config.original_max_model_len == -1,
         request_blocks=round(1 / per_request),
@@ -206,6 +207,23 @@ def _block_bytes(group: Any) -> int:
     spec = group.kv_cache_spec
     size: int = spec.page_size_bytes  # of all layers if they differ
     return size if hasattr(spec, "kv_cache_specs") else size * len(group.layer_names)
+
+
+def unserved_stages(config: Any, kinds: Sequence[str]) -> Iterator[str]:
+    """Pipeline stages whose layers vLLM cannot serve; `kinds`: of all of the model's, in their order.
+
+    A stage without attention leaves its blocks short or wants another layout (vllm#51752, #54710); one without a
+    recurrent layer ends at the first prompt, or with the model runner V2 at the start.
+    """
+    from vllm.distributed.utils import get_pp_indices
+
+    stages = config.parallel_config.pipeline_parallel_size
+    for stage in range(stages if config.cache_config.mamba_cache_mode == "align" else 0):
+        first, end = get_pp_indices(len(kinds), stage, stages)
+        for what, wanted in (("recurrent", RECURRENT), ("attention", ATTENTION)):
+            if not wanted & set(kinds[first:end]):
+                lacks = f"pipeline stage {stage} (layers {first} to {end - 1}) has no {what} layer"
+                yield f"vLLM cannot serve this: {lacks}; VLLM_PP_LAYER_PARTITION deals them out otherwise"
 
 
 def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> Iterator[str]:

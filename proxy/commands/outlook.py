@@ -186,7 +186,7 @@ def _asking(recipe: Recipe) -> str:
 
 
 def _explaining(recipe: Recipe) -> str:
-    """`seamark worker --explain gpu` with the recipe's own flags, but for those that are to go or that nobody may see."""
+    """`seamark worker --explain gpu` with the recipe's own flags, without those that go or hold secrets."""
     words, kept = iter(recipe.arguments), list[str]()
     for word in words:
         if (name := flag_name(word)) not in (*DROPPED, *SECRETS):

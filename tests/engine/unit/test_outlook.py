@@ -8,13 +8,14 @@ import math
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.envs import environment_variables
 
 from engine_patches import kv_connectors, settings, speculation
-from engine_patches.commands.explain import GIB
+from engine_patches.commands.explain import GIB, unserved_stages
 from engine_patches.families import layers_in
 from engine_patches.kv_connectors import ConnectorLane
 from proxy.commands import families as known
@@ -100,6 +101,25 @@ def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explain
 def test_the_documented_pools_of_a_spark_are_those_that_are_reckoned(explained):
     text = pools.DOCUMENT.read_text()
     assert text == pools.with_table(text, pools.table(explained)), "run: python -m tests.harness.pools"
+
+
+@pytest.mark.parametrize(
+    ("dealt", "mode", "told"),
+    [
+        ("6,2", "align", "pipeline stage 1 (layers 6 to 7) has no recurrent layer"),
+        ("3,5", "align", "pipeline stage 0 (layers 0 to 2) has no attention layer"),
+        ("5,3", "align", ""),
+        ("6,2", "none", ""),
+    ],
+)
+def test_a_pipeline_stage_without_one_of_both_kinds_of_layers_is_told(dealt, mode, told, monkeypatch):
+    """As CPU engines end: "no mamba layers in the model" at the first prompt, "Workers disagree" at the start."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", dealt)
+    caching, stages = SimpleNamespace(mamba_cache_mode=mode), SimpleNamespace(pipeline_parallel_size=2)
+    config = SimpleNamespace(cache_config=caching, parallel_config=stages)
+    kinds = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "attention", "mlp"]
+    said = [*unserved_stages(config, kinds)]
+    assert len(said) == bool(told) and told in "".join(said)
 
 
 @pytest.mark.thorough  # vLLM inspects the class in a process

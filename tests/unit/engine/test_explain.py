@@ -220,7 +220,7 @@ LINEAR, ATTENTION = "linear_attention", "attention"
     [
         (config(layers_block_type=["mamba", "attention", "mlp"], layer_types=["conv"]), ["mamba", "attention", "mlp"]),
         (config(layer_types=["conv", "full_attention"]), ["conv", "full_attention"]),
-        (config(linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2]}), [LINEAR, LINEAR, ATTENTION]),
+        (config(linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2]}), [LINEAR, ATTENTION, LINEAR]),
         (config(linear_attn_config={}, layer_types=["kda"]), ["kda"]),
         (config(layer_group_size=3, num_hidden_layers=8), [LINEAR, LINEAR, ATTENTION] * 2 + [ATTENTION] * 2),
         (config(layer_group_size=3, num_hidden_layers=3, layer_types=["hybrid"]), ["hybrid"]),
