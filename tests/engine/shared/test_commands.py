@@ -56,20 +56,12 @@ def test_a_worker_begins_with_vllms_banner_and_is_warned_of_nothing_in_its_comma
         assert warning not in log, next(line for line in log.splitlines() if warning in line)
 
 
-ENGINES = ("seamark", "tight", "reference", "untouched")
-
-
-@pytest.fixture(scope="module")
-def reckoned(servers: SharedServers) -> dict[str, list[object]]:
-    """By engine: its pool by `seamark worker --explain` with its own command line."""
-    commands = [getattr(servers, name).process.args[4:] for name in ENGINES]
-    return dict(zip(ENGINES, run_apart("measured_pools", json.dumps(commands)), strict=True))
-
-
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_pool_that_is_reckoned_before_the_start_is_the_engine_s(servers, reckoned, name):
-    said = read_metrics(httpx.get(getattr(servers, name).url + "/metrics").text)
-    assert reckoned[name][0] == [said.blocks, said.block_size, round(said.blocks / said.at_once), 8192]
+def test_the_pools_that_are_reckoned_before_the_start_are_those_of_the_engines(servers):
+    engines = [servers.seamark, servers.tight, servers.reference, servers.untouched]
+    told = run_apart("measured_pools", json.dumps([engine.process.args[4:] for engine in engines]))
+    said = [read_metrics(httpx.get(engine.url + "/metrics").text) for engine in engines]
+    pools = [[each.block_size, 8192, round(each.blocks / each.at_once), each.blocks] for each in said]
+    assert [reckoned for reckoned, *_ in told] == pools
 
 
 def test_doctor_finds_a_patched_worker_well(servers):
