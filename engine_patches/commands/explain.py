@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,6 +93,14 @@ class StateCost:
         rows = -(-self.max_model_len // self.block_tokens) * self.attention_groups
         left = blocks - 1 - (self.request_blocks - rows)  # one block is never handed out
         return max(0, min(self.max_model_len, left // self.attention_groups * self.block_tokens))
+
+    def of_its_own_length(self, blocks: int) -> StateCost:
+        """With the context that vLLM takes on a pool of so many blocks, where that is left to it."""
+        if not (self.fits_itself and (fits := self.longest(blocks))):
+            return self
+        rows, fewer = (-(-tokens // self.block_tokens) for tokens in (self.max_model_len, fits))
+        less = (rows - fewer) * self.attention_groups
+        return replace(self, max_model_len=fits, request_blocks=self.request_blocks - less)
 
     def warm(self, blocks: int, share: float, tokens: int) -> int:
         """Conversations of so many tokens that a pool holds, each with the state at its end."""
@@ -363,6 +371,7 @@ def report(
 
 def pool_rows(cost: StateCost, blocks: int, share: float) -> Iterator[tuple[str, str]]:
     """What a cache of so many blocks is good for, as lines of the report."""
+    cost = cost.of_its_own_length(blocks)
     at_once = f"{blocks / cost.request_blocks:.2f} requests of {cost.max_model_len:,} tokens"
     yield "at once", f"{at_once}: {cost.request_blocks:,} of {blocks:,} blocks each"
     lengths = [length for length in LENGTHS if length <= cost.max_model_len] or [cost.max_model_len]

@@ -39,8 +39,9 @@ def measured(arguments: Sequence[str]) -> list[int] | str:
     except ValueError as error:
         return str(error)
     core.shutdown()
-    each = round(cache.num_gpu_blocks / cache.kv_cache_max_concurrency)
-    return [cache.block_size, config.model_config.max_model_len, each, cache.num_gpu_blocks]
+    blocks = core.scheduler.kv_cache_manager.block_pool.num_gpu_blocks
+    each = round(blocks / cache.kv_cache_max_concurrency)
+    return [cache.block_size, config.model_config.max_model_len, each, blocks]
 
 
 if __name__ == "__main__":

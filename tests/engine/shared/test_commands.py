@@ -59,7 +59,7 @@ def test_a_worker_begins_with_vllms_banner_and_is_warned_of_nothing_in_its_comma
 def test_the_pools_that_are_reckoned_before_the_start_are_those_of_the_engines(servers):
     engines = [servers.seamark, servers.tight, servers.reference, servers.untouched]
     told = run_apart("measured_pools", json.dumps([engine.process.args[4:] for engine in engines]))
-    said = [read_metrics(httpx.get(engine.url + "/metrics").text) for engine in engines]
+    said = [read_metrics(httpx.get(engine.url + "/metrics").content) for engine in engines]
     pools = [[each.block_size, 8192, round(each.blocks / each.at_once), each.blocks] for each in said]
     assert [reckoned for reckoned, *_ in told] == pools
 

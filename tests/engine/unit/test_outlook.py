@@ -122,7 +122,7 @@ POOLS = [
     *((NEMOTRON_H, "--max-model-len 8192"), (QWEN3_NEXT, "--max-model-len 8192")),
     *((family, "--no-enable-prefix-caching --max-model-len 8192") for family in (NEMOTRON_H, QWEN3_NEXT)),
     (NEMOTRON_H, "--block-size 512 --mamba-ssm-cache-dtype float16 --max-model-len 8192"),
-    (QWEN3_NEXT, "--kv-cache-memory-bytes 99999999"),  # no whole number of blocks
+    (QWEN3_NEXT, "--max-num-batched-tokens 320"),
     (NEMOTRON_H, "--tensor-parallel-size 2 --max-model-len 8192"),
     (NEMOTRON_H, "--max-model-len -1 --num-gpu-blocks-override 40"),
     (QWEN3_NEXT, "--num-gpu-blocks-override 29 --max-model-len 8192"),  # for just one request
