@@ -89,6 +89,8 @@ def test_what_vllm_would_refuse_once_the_weights_are_loaded_is_told(changes, blo
     if fits < cost.max_model_len:  # and not a block more
         assert cost.request_blocks - (32 - fits // 3200) + 1 <= blocks or not fits
         assert cost.request_blocks - (32 - fits // 3200) + 2 > blocks
+        own = replace(cost, fits_itself=True).of_its_own_length(blocks)
+        assert (own.max_model_len, own.request_blocks) == ((fits, blocks - 1) if fits else (100_000, 38))
 
 
 @pytest.mark.parametrize(
