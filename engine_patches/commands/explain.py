@@ -218,7 +218,7 @@ def _block_bytes(group: Any) -> int:
 
 
 def unserved_stages(config: Any, kinds: Sequence[str]) -> Iterator[str]:
-    """Pipeline stages whose layers vLLM cannot serve; `kinds`: of all of the model's, in their order.
+    """Pipeline stages that vLLM does not serve, or not everywhere; `kinds`: of all of the model's, in their order.
 
     A stage without attention leaves its blocks short or wants another layout (vllm#51752, #54710); one without a
     recurrent layer ends at the first prompt, or with the model runner V2 at the start.
@@ -228,10 +228,10 @@ def unserved_stages(config: Any, kinds: Sequence[str]) -> Iterator[str]:
     stages = config.parallel_config.pipeline_parallel_size
     for stage in range(stages if config.cache_config.mamba_cache_mode == "align" else 0):
         first, end = get_pp_indices(len(kinds), stage, stages)
-        for what, wanted in (("recurrent", RECURRENT), ("attention", ATTENTION)):
+        for what, wanted, can in (("recurrent", RECURRENT, "cannot"), ("attention", ATTENTION, "may not")):
             if not wanted & set(kinds[first:end]):
                 lacks = f"pipeline stage {stage} (layers {first} to {end - 1}) has no {what} layer"
-                yield f"vLLM cannot serve this: {lacks}; VLLM_PP_LAYER_PARTITION deals them out otherwise"
+                yield f"vLLM {can} serve this: {lacks}; VLLM_PP_LAYER_PARTITION deals them out otherwise"
 
 
 def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> Iterator[str]:
