@@ -12,7 +12,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from engine_patches.commands.model_layers import (
     ATTENTION,
     NO_DRAFTS_ON_A_CPU,
     NOT_INSPECTED,
+    RECURRENT,
     CannotExplain,
     layer_kinds,
     recurrent_layers,
@@ -92,6 +93,14 @@ class StateCost:
         rows = -(-self.max_model_len // self.block_tokens) * self.attention_groups
         left = blocks - 1 - (self.request_blocks - rows)  # one block is never handed out
         return max(0, min(self.max_model_len, left // self.attention_groups * self.block_tokens))
+
+    def of_its_own_length(self, blocks: int) -> StateCost:
+        """With the context that vLLM takes on a pool of so many blocks, where that is left to it."""
+        if not (self.fits_itself and (fits := self.longest(blocks))):
+            return self
+        rows, fewer = (-(-tokens // self.block_tokens) for tokens in (self.max_model_len, fits))
+        less = (rows - fewer) * self.attention_groups
+        return replace(self, max_model_len=fits, request_blocks=self.request_blocks - less)
 
     def warm(self, blocks: int, share: float, tokens: int) -> int:
         """Conversations of so many tokens that a pool holds, each with the state at its end."""
@@ -183,7 +192,7 @@ def cost_of(config: Any) -> StateCost:
         attention_groups=len(of_rows),
         match_unit=unit,
         inside=has_cores and runs_whole_steps(config),
-        notes=tuple(_notes(config, layers, None if unit_given else unit)),
+        notes=(*unserved_stages(config, kinds), *_notes(config, layers, None if unit_given else unit)),
         max_model_len=config.model_config.max_model_len,
         fits_itself=config.model_config.original_max_model_len == -1,
         request_blocks=round(1 / per_request),
@@ -206,6 +215,23 @@ def _block_bytes(group: Any) -> int:
     spec = group.kv_cache_spec
     size: int = spec.page_size_bytes  # of all layers if they differ
     return size if hasattr(spec, "kv_cache_specs") else size * len(group.layer_names)
+
+
+def unserved_stages(config: Any, kinds: Sequence[str]) -> Iterator[str]:
+    """Pipeline stages that vLLM does not serve, or not everywhere; `kinds`: of all of the model's, in their order.
+
+    A stage without attention leaves its blocks short or wants another layout (vllm#51752, #54710); one without a
+    recurrent layer ends at the first prompt, or with the model runner V2 at the start.
+    """
+    from vllm.distributed.utils import get_pp_indices
+
+    stages = config.parallel_config.pipeline_parallel_size
+    for stage in range(stages if config.cache_config.mamba_cache_mode == "align" else 0):
+        first, end = get_pp_indices(len(kinds), stage, stages)
+        for what, wanted, can in (("recurrent", RECURRENT, "cannot"), ("attention", ATTENTION, "may not")):
+            if not wanted & set(kinds[first:end]):
+                lacks = f"pipeline stage {stage} (layers {first} to {end - 1}) has no {what} layer"
+                yield f"vLLM {can} serve this: {lacks}; VLLM_PP_LAYER_PARTITION deals them out otherwise"
 
 
 def _notes(config: Any, layers: Iterable[RecurrentLayer], unit: int | None) -> Iterator[str]:
@@ -345,6 +371,7 @@ def report(
 
 def pool_rows(cost: StateCost, blocks: int, share: float) -> Iterator[tuple[str, str]]:
     """What a cache of so many blocks is good for, as lines of the report."""
+    cost = cost.of_its_own_length(blocks)
     at_once = f"{blocks / cost.request_blocks:.2f} requests of {cost.max_model_len:,} tokens"
     yield "at once", f"{at_once}: {cost.request_blocks:,} of {blocks:,} blocks each"
     lengths = [length for length in LENGTHS if length <= cost.max_model_len] or [cost.max_model_len]

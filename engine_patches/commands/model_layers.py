@@ -37,13 +37,14 @@ class CannotExplain(Exception):
 
 
 def layer_kinds(config: Any) -> Sequence[str]:
-    """The kind of each layer in a model's text config, one of `RECURRENT`, `ATTENTION` or `WITHOUT_CACHE`.
+    """The kind of each layer in a model's text config, in order: one of `RECURRENT`, `ATTENTION` or `WITHOUT_CACHE`.
 
     Raises `CannotExplain` for a config that does not say, or says something else.
     """
     linear = getattr(config, "linear_attn_config", None) or {}
     if "kda_layers" in linear:  # Kimi-Linear counts from 1
-        return ["linear_attention"] * len(linear["kda_layers"]) + ["attention"] * len(linear["full_attn_layers"])
+        kda, layers = set(linear["kda_layers"]), len(linear["kda_layers"]) + len(linear["full_attn_layers"])
+        return ["linear_attention" if layer in kda else "attention" for layer in range(1, layers + 1)]
     kinds: Sequence[str] | None = getattr(config, "layers_block_type", None) or getattr(config, "layer_types", None)
     size = getattr(config, "layer_group_size", None)
     if not kinds and size:  # Ling: the last layer of each whole group, and all that are left over

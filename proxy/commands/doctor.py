@@ -133,6 +133,8 @@ def _of_recipe(given: str) -> int:
     recipe = read_recipe(given, docker_inspect)
     seen = outlook(recipe, version_of(recipe))
     lines = [*seen.lines, *(f"Note: {note}" for note in seen.notes)]
+    if seen.explain != seen.ask:
+        lines.append(f"What its cache holds, and whether vLLM will start: {seen.explain}")
     if seen.starts:
         lines.append(f"(seamark setup {shlex.quote(given)} writes the files)")
     print("\n".join(map(printable, lines)))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from proxy.commands import versions
 from proxy.commands.cures import release_line
 from proxy.commands.families import KnownFamily, family_of
-from proxy.commands.recipe import Recipe, RecipeKind
+from proxy.commands.recipe import Recipe, RecipeKind, flag_name
 from proxy.commands.ways import FoundWay, Way, environment_version, image_version
 
 # Methods of drafts with which the plugin gives hints.
@@ -55,6 +55,11 @@ REPLACED: Mapping[str, str] = {
     "VLLM_ALL2ALL_BACKEND": "--all2all-backend",
 }
 
+SECRETS = ("--api-key", "--hf-token")
+
+# What an image's vLLM needs to be asked without being built anew: the model's size, and the plugin.
+_MOUNTS = "-v ~/.cache/huggingface:/root/.cache/huggingface -v /path/to/seamark:/seamark:ro -w /seamark"
+
 _WAYS = {
     RecipeKind.SPARK: Way.SPARK,
     RecipeKind.LAUNCHER: Way.SPARK,
@@ -69,6 +74,7 @@ class Outlook(NamedTuple):
     verdict: str  # one sentence
     change: str = ""  # the one that hits wait for; empty: none
     ask: str = ""  # a command that says what does not show from here
+    explain: str = ""  # a command that reckons what its cache holds, and whether vLLM will start; starts nothing
     image: str = ""  # of vLLM's own, to put the plugin into in place of the recipe's, which it does not fit
     starts: bool = True  # whether vLLM does, as the recipe is
     alone: bool = False  # whether vLLM hits without the plugin, which adds nothing
@@ -96,15 +102,17 @@ def outlook(recipe: Recipe, version: str = "") -> Outlook:
         return Outlook(True, f"{verdict}; the plugin adds nothing", alone=True, notes=notes)
     if obstacle := next(_obstacles(recipe, found.family, version), None):
         return obstacle._replace(notes=[*obstacle.notes, *notes])
+    explain = _explaining(recipe)
     if found.family is None:
         ask = f"hf download {shlex.quote(recipe.model)} config.json   # then ask again: it is read where it lies"
         if recipe.model.startswith(("/", ".", "~")):
-            ask = f"seamark worker {shlex.quote(recipe.model)} --explain gpu   # where vLLM is, with Seamark's plugin"
+            ask = explain
         why = "its name is of no family known here, and no config.json that lies here tells it"
-        return Outlook(None, f"not known for the model {recipe.model}: {why}", ask=ask, notes=notes)
+        return Outlook(None, f"not known for the model {recipe.model}: {why}", "", ask, explain, notes=notes)
     if known := _vllm(recipe, version):
-        return Outlook(True, _hits(recipe, found.family, found.source, known), notes=notes)
-    return Outlook(None, _hits(recipe, found.family, found.source), _release(recipe), _asking(recipe), notes=notes)
+        return Outlook(True, _hits(recipe, found.family, found.source, known), explain=explain, notes=notes)
+    verdict = _hits(recipe, found.family, found.source)
+    return Outlook(None, verdict, _release(recipe), _asking(recipe), explain, notes=notes)
 
 
 def _hits(recipe: Recipe, family: KnownFamily, source: str, known: str = "") -> str:
@@ -174,11 +182,30 @@ def _release(recipe: Recipe, without: str = "") -> str:
 
 def _asking(recipe: Recipe) -> str:
     """A command that says which vLLM a recipe runs."""
-    if image := recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else ""):
-        python = f"{recipe.program} run --rm --entrypoint python3 {shlex.quote(image)}"
-    else:
-        python = recipe.python
-    return f"{python} -c 'import vllm; print(vllm.__version__)'"
+    return f"{_python(recipe)} -c 'import vllm; print(vllm.__version__)'"
+
+
+def _explaining(recipe: Recipe) -> str:
+    """`seamark worker --explain gpu` with the recipe's own flags, without those that go or hold secrets."""
+    words, kept = iter(recipe.arguments), list[str]()
+    for word in words:
+        if (name := flag_name(word)) not in (*DROPPED, *SECRETS):
+            kept.append(word)
+        elif "=" not in word and name not in SWITCHES:
+            next(words, "")  # its value
+    command = shlex.join(["-m", "engine_patches", "worker", *kept, "--explain", "gpu"])
+    there = "" if _image(recipe) else "   # with Seamark's plugin there"
+    return f"{_python(recipe, f' --gpus all {_MOUNTS}')} {command}{there}"
+
+
+def _python(recipe: Recipe, options: str = "") -> str:
+    """The Python that has a recipe's vLLM; `options`: for its image."""
+    image = _image(recipe)
+    return f"{recipe.program} run --rm{options} --entrypoint python3 {shlex.quote(image)}" if image else recipe.python
+
+
+def _image(recipe: Recipe) -> str:
+    return recipe.image or ("vllm-node" if recipe.kind is RecipeKind.LAUNCHER else "")
 
 
 def _vllm(recipe: Recipe, version: str) -> str:

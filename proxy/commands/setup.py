@@ -112,7 +112,7 @@ def summary(recipe: Recipe, seen: Outlook, after: Outlook, places: Places, files
     if not files:
         return [*lines, "Nothing was written, since vLLM does not start without that change"]
     if RUN in files:
-        lines += ["More is said where vLLM is installed: seamark worker MODEL FLAGS --explain gpu", written]
+        lines += [f"More is said, also of its cache and whether vLLM will start, by: {after.explain}", written]
         what = "vLLM and the gateway (or each by its own script), and in a second terminal what hits, in figures"
         run, then = RUN, f"bench mine --base-url {base}"
     else:

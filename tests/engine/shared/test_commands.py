@@ -8,12 +8,15 @@ import subprocess
 import sys
 from itertools import pairwise
 
+import httpx
 import pytest
 
 from engine_patches.commands.model import write_model
 from proxy.bench import mine
 from proxy.bench.harness.servers import MODEL_NAME
+from proxy.fleet.probe import read_metrics
 from tests.harness.engines import SharedServers
+from tests.harness.scheduler_process import run_apart
 
 REQUEST = {
     "model": MODEL_NAME,
@@ -51,6 +54,14 @@ def test_a_worker_begins_with_vllms_banner_and_is_warned_of_nothing_in_its_comma
     assert " INFO " in log.partition("\n")[0], log.partition("\n")[0]
     for warning in ("DeprecationWarning", "duplicate keys", "`--model`"):
         assert warning not in log, next(line for line in log.splitlines() if warning in line)
+
+
+def test_the_pools_that_are_reckoned_before_the_start_are_those_of_the_engines(servers):
+    engines = [servers.seamark, servers.tight, servers.reference, servers.untouched]
+    told = run_apart("measured_pools", json.dumps([engine.process.args[4:] for engine in engines]))
+    said = [read_metrics(httpx.get(engine.url + "/metrics").content) for engine in engines]
+    pools = [[each.block_size, 8192, round(each.blocks / each.at_once), each.blocks] for each in said]
+    assert [reckoned for reckoned, *_ in told] == pools
 
 
 def test_doctor_finds_a_patched_worker_well(servers):

@@ -8,21 +8,24 @@ import math
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.envs import environment_variables
 
 from engine_patches import kv_connectors, settings, speculation
-from engine_patches.commands.explain import GIB
+from engine_patches.commands.explain import GIB, unserved_stages
 from engine_patches.families import layers_in
 from engine_patches.kv_connectors import ConnectorLane
+from proxy.bench.harness.servers import NEMOTRON_H, QWEN3_NEXT, generated_model
 from proxy.commands import families as known
 from proxy.commands import outlook, versions
 from proxy.commands.recipe_reader import read_recipe
 from tests.harness import families, flags_parser, pools, recipe_models, recipes
 from tests.harness.families import CHOSEN, DOCUMENT, VERSION, Source
 from tests.harness.recipe_models import CONFIGS, MODELS, PUBLISHED, Explained, write_models
+from tests.harness.scheduler_process import run_apart
 from tests.harness.versions import source_of
 
 RECIPES = recipes.read()
@@ -100,6 +103,40 @@ def test_bytes_and_blocks_are_those_of_the_published_figures_and_of_vllm(explain
 def test_the_documented_pools_of_a_spark_are_those_that_are_reckoned(explained):
     text = pools.DOCUMENT.read_text()
     assert text == pools.with_table(text, pools.table(explained)), "run: python -m tests.harness.pools"
+
+
+STAGES = [("6,2", "1 (layers 6 to 7) has no recurrent"), ("3,5", "0 (layers 0 to 2) has no attention"), ("5,3", "")]
+
+
+@pytest.mark.parametrize(("dealt", "told"), STAGES)
+def test_a_pipeline_stage_without_one_of_both_kinds_of_layers_is_told(dealt, told, monkeypatch):
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", dealt)
+    cache, parallel = SimpleNamespace(mamba_cache_mode="align"), SimpleNamespace(pipeline_parallel_size=2)
+    kinds = ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "attention", "mlp"]
+    said = [*unserved_stages(SimpleNamespace(cache_config=cache, parallel_config=parallel), kinds)]
+    assert len(said) == bool(told) and told in "".join(said)
+
+
+POOLS = [
+    *((NEMOTRON_H, "--max-model-len 8192"), (QWEN3_NEXT, "--max-model-len 8192")),
+    *((family, "--no-enable-prefix-caching --max-model-len 8192") for family in (NEMOTRON_H, QWEN3_NEXT)),
+    (NEMOTRON_H, "--block-size 512 --mamba-ssm-cache-dtype float16 --max-model-len 8192"),
+    (NEMOTRON_H, "--tensor-parallel-size 2 --max-model-len 8192"),
+    (NEMOTRON_H, "--max-model-len -1 --num-gpu-blocks-override 40"),
+    (QWEN3_NEXT, "--num-gpu-blocks-override 29 --max-model-len 8192"),  # for just one request
+    (QWEN3_NEXT, "--num-gpu-blocks-override 28 --max-model-len 8192"),
+    (NEMOTRON_H, "--num-gpu-blocks-override 60"),
+]
+
+
+@pytest.mark.thorough  # starts cores
+def test_a_pool_that_is_reckoned_is_that_of_a_core_with_the_model_s_own_layers():
+    given = [[str(generated_model(print, family)), *flags.split()] for family, flags in POOLS]
+    told = run_apart("measured_pools", json.dumps(given), "start")
+    for flags, (reckoned, fits, measured) in zip(POOLS, told, strict=True):
+        print(*flags, reckoned, fits, measured)
+        assert f"maximum model length is {fits}." in measured if fits else measured == reckoned
+    assert [bool(fits) for _, fits, _ in told] == [False] * 8 + [True] * 2
 
 
 @pytest.mark.thorough  # vLLM inspects the class in a process

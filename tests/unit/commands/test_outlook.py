@@ -95,8 +95,9 @@ def test_an_image_is_believed_and_its_tag_if_it_could_not_be_asked(given, expect
 @pytest.mark.parametrize("kind", RecipeKind)
 def test_each_way_has_a_command_that_asks_and_one_that_takes_a_vllm_that_fits(kind, expect_golden):
     image = "" if kind in (RecipeKind.COMMAND, RecipeKind.CONFIG, RecipeKind.LAUNCHER) else "mine:1"
-    seen = Recipe(kind, "a", "llm", [QWEN], image=image, document={}, text="/v/bin/vllm serve m")
-    expect_golden("outlook", f"of {kind}", told_of(outlook(seen)))
+    flags = [QWEN, "--api-key", "secret", "--max-model-len=65536", "--hf-token=secret"]
+    seen = outlook(Recipe(kind, "a", "llm", flags, image=image, document={}, text="/v/bin/vllm serve m"))
+    expect_golden("outlook", f"of {kind}", f"{told_of(seen)}\nexplains: {seen.explain}")
 
 
 @pytest.mark.parametrize("tag", ["qwen38-flash-next", "latest", "v0.27.1", "v0.6.6.post1", "v0.30.0rc1@sha256:ab"])

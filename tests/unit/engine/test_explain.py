@@ -89,6 +89,8 @@ def test_what_vllm_would_refuse_once_the_weights_are_loaded_is_told(changes, blo
     if fits < cost.max_model_len:  # and not a block more
         assert cost.request_blocks - (32 - fits // 3200) + 1 <= blocks or not fits
         assert cost.request_blocks - (32 - fits // 3200) + 2 > blocks
+        own = replace(cost, fits_itself=True).of_its_own_length(blocks)
+        assert (own.max_model_len, own.request_blocks) == ((fits, blocks - 1) if fits else (100_000, 38))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ LINEAR, ATTENTION = "linear_attention", "attention"
     [
         (config(layers_block_type=["mamba", "attention", "mlp"], layer_types=["conv"]), ["mamba", "attention", "mlp"]),
         (config(layer_types=["conv", "full_attention"]), ["conv", "full_attention"]),
-        (config(linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2]}), [LINEAR, LINEAR, ATTENTION]),
+        (config(linear_attn_config={"kda_layers": [1, 3], "full_attn_layers": [2]}), [LINEAR, ATTENTION, LINEAR]),
         (config(linear_attn_config={}, layer_types=["kda"]), ["kda"]),
         (config(layer_group_size=3, num_hidden_layers=8), [LINEAR, LINEAR, ATTENTION] * 2 + [ATTENTION] * 2),
         (config(layer_group_size=3, num_hidden_layers=3, layer_types=["hybrid"]), ["hybrid"]),
