@@ -109,9 +109,10 @@ def no_library_is_preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def certificates_are_read_once() -> Iterator[None]:
-    """Each client of httpx's reads those of all authorities, which takes ten times as long as a request."""
+def certificates_are_read_once_and_busy_servers_waited_for() -> Iterator[None]:
+    """httpx's clients read those of all authorities, which takes ten times as long as a request; and wait for 5 s."""
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("httpx._config.DEFAULT_TIMEOUT_CONFIG.read", 120.0)
         patched.setattr(transports, "create_ssl_context", functools.cache(transports.create_ssl_context))
         yield
 

@@ -259,8 +259,9 @@ class Worker:
 
     @property
     def trial_figures(self) -> str:
-        """How far its trial of drafts is, for people; empty if that is not known, or hints are open."""
-        return self.draft_gate.figures if self.draft_gate is not None and self.draft_state in (TRIAL, CLOSED) else ""
+        """How far its trial of drafts is, for people; empty if that is not known (yet), or hints are open."""
+        gate = self.draft_gate
+        return gate.figures if gate is not None and gate.state == self.draft_state in (TRIAL, CLOSED) else ""
 
     @property
     def why_down(self) -> str:

@@ -237,21 +237,19 @@ def test_addresses_that_change_all_the_time_fail_no_request(own, resolver, port)
             assert post(own, ASK).status_code == 200
 
 
-OFTEN = {"self_check_interval": 0.1}
-
-
 async def test_what_a_worker_says_of_its_drafts_decides_its_hints_and_is_seen_and_it_is_asked_nothing(
     in_memory, caplog
 ):
     caplog.set_level(logging.INFO, "seamark")
     worker = RecordingWorker(drafts=("trial", "", "3 of 3 prompts agree"), ahead=1)
-    gateway = await in_memory(worker, **OFTEN)
+    gateway = await in_memory(worker, self_check_interval=0.1, health_interval=3600)
 
     async def becomes(state: str, why: str = "", figures: str = "") -> bool:
         """Whether a client's request has a hint then."""
         worker.drafts = (state, why, figures)
         await gateway.shows(lambda status: status["workers"][0]["drafts"] == {"state": state, "trial": figures})
-        await until(lambda: gateway.metric("seamark_draft_gate", state=state) == 1)
+        await gateway.gateway.pool.check_all()
+        assert gateway.metric("seamark_draft_gate", state=state) == 1
         await gateway.post(chat("one"))
         return "seamark_boundaries" in worker.requests[-1].fields["vllm_xargs"]
 
@@ -262,10 +260,11 @@ async def test_what_a_worker_says_of_its_drafts_decides_its_hints_and_is_seen_an
     assert "until its trial is over (3 of 3 prompts agree)" in await warned() and "hints are on trial" in caplog.text
     assert await becomes("open") and "hints are on beside drafts" in caplog.text
     worker.boot = "1.8e+09"
+    await gateway.gateway.pool.check_all()
     assert not await becomes("trial", figures="1 of 1 prompts agree")
     assert not await becomes("closed", "answers differ", "0 of 2 prompts agree")
     assert "drafts: answers differ" in await warned()
-    assert "hints are off until it restarts: drafts: answers differ (" in caplog.text
+    assert "hints are off until it restarts: drafts: answers differ (0 of 2 prompts agree)" in caplog.text
     assert all("chat" in each.path for each in worker.requests if each.method == "POST"), "the gateway tries nothing"
 
 

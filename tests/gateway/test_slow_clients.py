@@ -159,8 +159,7 @@ def test_clients_beyond_the_descriptors_are_refused_and_no_worker_is_blamed(flee
             # As many as have come go on being served; those behind them ask one by one.
             clients = [await Connection.open(gateway) for _ in range(80)]
             asking = [asyncio.ensure_future(ask(client)) for client in clients]
-            while len(first.requests) + len(second.requests) < len(clients):
-                await asyncio.sleep(0.01)
+            await until(lambda: len(first.requests) + len(second.requests) == len(clients))
             more = [await Connection.open(gateway) for _ in range(300)]
             refused = await asyncio.gather(*map(ask, more[16:]))
             for worker in (first, second):
@@ -212,9 +211,8 @@ async def asking(gateway: Any, case: Leaving) -> AsyncIterator[tuple[str, Connec
     body = json.dumps({**chat(name, stream=case.stream, max_tokens=16), "input": name}).encode()
     headers = {"content-type": "application/json", "x-mock": case.answer, "x-mock-id": name}
     connection = await Connection.open(gateway)
-    async with asyncio.timeout(30):
-        await connection.send(request("POST", case.path, headers, body))
-        yield name, connection
+    await connection.send(request("POST", case.path, headers, body))
+    yield name, connection
     connection.close()
 
 
@@ -246,7 +244,7 @@ async def at_rest(gateway: Server, files: int | None = None) -> int:
             idle = found["seamark_inflight"] == found["seamark_queued"] == 0
             return idle and (files is None or open_files(gateway.process.pid) <= files + 2)  # health checks come and go
 
-        await until(is_at_rest, 15)
+        await until(is_at_rest)
     return open_files(gateway.process.pid)
 
 

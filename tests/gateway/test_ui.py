@@ -163,7 +163,7 @@ def wait_until_up(own: OwnGateway) -> None:
 def ask(own: OwnGateway, question: str, request_id: str, **fields) -> None:
     words = {"role": "system", "content": "You are a harbour pilot. " * 10}
     body = {"model": "m", "messages": [words, {"role": "user", "content": question}], **fields}
-    httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": request_id}, timeout=30)
+    httpx.post(own.url + CHAT, content=json.dumps(body), headers={"x-request-id": request_id}, timeout=300)
 
 
 def text(page: Page, selector: str):

@@ -257,8 +257,7 @@ async def in_memory_gateway(
         app.gateway.start()
     try:
         if is_started:
-            async with asyncio.timeout(30):
-                await app.gateway.pool.ready()
+            await app.gateway.pool.ready()
         yield InMemoryGateway(app, upstream)
     finally:
         await app.gateway.stop()

@@ -167,7 +167,7 @@ def test_another_worker_has_more(servers: SharedServers, fleet: Servers, new):
     first = ask(gateway, new, "High tide?")
     holder = first.headers["x-seamark-worker"]
     # A long answer takes the holder's only place, so the next request has to go elsewhere.
-    body = {"model": MODEL_NAME, "prompt": "Tide", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    body = {"model": MODEL_NAME, "prompt": "Tide", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with httpx.Client(timeout=120) as client:
         for _ in range(8):
             with client.stream("POST", gateway.url + "/v1/completions", json=body) as busy:

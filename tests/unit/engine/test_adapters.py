@@ -51,6 +51,11 @@ def fails(lora: Lora) -> None:
     raise RuntimeError("no room")
 
 
+@pytest.fixture(autouse=True)
+def files_answer_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "LOOK_SECONDS", 60.0)
+
+
 def held_by(held: adapters.Adapters, lora: Any) -> Any:
     adapter = held.of(lora)
     assert adapter is not None
@@ -122,6 +127,7 @@ def test_files_that_do_not_answer_hold_up_nobody_and_nothing_of_them_is_certain_
     def opened(path: str, mode: str) -> Any:
         return open(path, mode) if not path.startswith(lora.lora_path) or answers.wait(60) else None
 
+    monkeypatch.setattr(adapters, "LOOK_SECONDS", 0.5)
     monkeypatch.setattr(adapters, "open", opened, raising=False)
     monkeypatch.setattr(hashlib, "file_digest", lambda *of: digest(*of) if hashes.wait(60) else None)
     for ready in (answers, hashes):

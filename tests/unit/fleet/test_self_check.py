@@ -159,8 +159,7 @@ async def test_a_clients_request_ends_a_check_at_once(worker, engine):
     assert check._is_due(worker) is False  # it has just come
     watched = check._watched[worker.url]
     checking = asyncio.create_task(check._check(worker, watched))
-    async with asyncio.timeout(30):
-        await computing.wait()
+    await computing.wait()
     worker.dispatched += 1
     (judging := worker.self_check).cancel()
     for _ in range(3):
@@ -196,7 +195,7 @@ async def test_idle_workers_are_checked_for_ever_and_an_odd_one_keeps_no_other_f
     other, metrics = Worker("http://odd", renderer=render, probed=seen, up=True), Metrics()
     check = check_of(worker, engine, replay(b"first"), replay(b"second"), often=True, metrics=metrics)
     check._pool.workers.insert(0, other)
-    running = asyncio.create_task(check.run())
+    running, began = asyncio.create_task(check.run()), time.monotonic()
     await until(lambda: check.checked >= 4)
     worker.dispatched += 1  # else it is left alone after some checks
     seen = check.checked
@@ -211,8 +210,8 @@ async def test_idle_workers_are_checked_for_ever_and_an_odd_one_keeps_no_other_f
     if odd == "fails":
         assert "self-check of worker odd: RuntimeError" in caplog.text and "planned" not in caplog.text
     elif odd == "hangs":
-        rested = check._watched[other.url].next_at - time.monotonic()
-        assert check._watched[other.url].checks >= 1 and rested > 0.05, "a deadline counts as a check"
+        rested = check._watched[other.url].next_at - began
+        assert check._watched[other.url].checks >= 1 and rested > 0.15, "a deadline counts as a check"
     else:
         assert other.url not in check._watched or not check._watched[other.url].checks
 

@@ -19,6 +19,7 @@ import uvloop
 from proxy.http import client
 from proxy.http.client import Answer, Broken, Exhausted, Malformed, Refused, Silent, Stale, Unreachable, Upstream
 from proxy.http.json_body import OverBound
+from tests.harness.waiting import until
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
 
@@ -116,7 +117,7 @@ async def test_an_answer_that_nobody_asked_for_is_nobodys(upstream, peer, unaske
     await kept(upstream, peer)
     peer.write(unasked)
     if is_seen:
-        await asyncio.sleep(0.05)
+        await until(lambda: not upstream._open)
         answer = await exchange(upstream, peer, method="POST", body=b"{}")
         assert await answer.read() == b"ok"
     else:
@@ -246,12 +247,11 @@ async def test_a_worker_that_takes_no_more_of_a_request_is_silent(upstream, peer
 
 async def test_an_answer_that_nobody_reads_waits_at_the_worker_which_is_not_silent(upstream, peer):
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(BIG)
-    answer = await exchange(upstream, peer, head, read_timeout=0.05)
+    answer = await exchange(upstream, peer, head, read_timeout=30)
     writing = asyncio.create_task(asyncio.to_thread(peer.write, BIG))
-    async with asyncio.timeout(30):
-        while not answer._connection._is_paused:
-            await asyncio.sleep(0.01)
-    await asyncio.sleep(0.4)
+    await until(lambda: answer._connection._is_paused)
+    answer._connection._heard -= 60
+    answer._connection.check()
     assert answer.held < 2**20 and not writing.done()
     assert await answer.read() == BIG and await writing is None
 
@@ -264,8 +264,7 @@ async def test_a_request_that_is_given_up_leaves_nothing_for_the_next_one(upstre
         await asyncio.sleep(0)
     sending.cancel()
     await asyncio.wait([sending])
-    await asyncio.sleep(0.01)
-    assert all(connection._answer is None for connection in upstream._open) and len(upstream._idle[peer.url]) <= 1
+    await until(lambda: not any(each._answer for each in upstream._open) and len(upstream._idle[peer.url]) <= 1)
 
 
 @pytest.mark.parametrize("value", [b"a\r\nb: c", b"a\nb", b"a\rb", b"a\0b"])
@@ -342,7 +341,5 @@ async def test_an_idle_connection_ends_and_one_that_was_to_be_new_serves_one_req
         await sending
     assert not isinstance(failed.value, Stale)  # nothing was kept
     monkeypatch.setattr(client, "KEEPALIVE_SECONDS", 0.0)
-    async with asyncio.timeout(30):
-        while upstream._open:
-            await asyncio.sleep(0.01)
+    await until(lambda: not upstream._open)
     at_the_peer.close()

@@ -33,6 +33,7 @@ from proxy.routing.prefix_index import Prefix
 from proxy.settings import Settings
 from tests.harness.probed import probed
 from tests.harness.virtual_time import on_virtual_time
+from tests.harness.waiting import until
 
 UNIT = 16
 
@@ -276,19 +277,16 @@ class Shadowed:
         """For each request, what it lost for want of the plugin; the worker has counted so many hits at its probe."""
         lost = []
         for hits in hits_then:
-            before = self.worker.probed.hits_before
-            later = time.perf_counter() + 1
-            self.worker.learn(replace(probed("w#1", None, "m", hits=hits), at=later, hits_before=before))
-            self.add(cached=None)
+            before, now = self.worker.probed.hits_before, time.perf_counter()
+            self.worker.learn(replace(probed("w#1", None, "m", hits=hits), at=now + 1, hits_before=before))
+            self.add(cached=None, at=now)
             lost.append(await self.loss())
         return lost
 
     async def loss(self) -> int:
         before = self.shadow.would_save()["tokens"]
         running = asyncio.create_task(self.shadow.run())
-        async with asyncio.timeout(30):
-            while self.shadow.held:
-                await asyncio.sleep(0)
+        await until(lambda: not self.shadow.held, pause=0)
         running.cancel()
         return self.shadow.would_save()["tokens"] - before
 

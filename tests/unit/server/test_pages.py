@@ -282,10 +282,11 @@ def test_what_a_worker_that_is_up_lacks_is_told(own, fields, says):
 async def test_a_worker_that_drafts_is_on_trial_while_it_is_up_and_how_far_that_is(in_memory):
     gateway = (await in_memory(RecordingWorker(), is_started=False)).gateway
     (worker,) = gateway.pool.workers
+    worker.hear_of_drafts(GateReport("open", "of another state", float("-inf")))
     for state in ("trial", "open", "closed", "on", "off", ""):
         set_up(worker, metrics=metrics(replace(ENGINE, drafts=state)))
         assert len(warnings(gateway)) == (state == "trial"), state
-        assert (drafts_status(worker) or {}).get("state", "") == state
+        assert (drafts_status(worker) or {"state": "", "trial": ""}) == {"state": state, "trial": ""}
     for figures, says in (("", "trial is over."), ("7 of 7 agree", "trial is over (7 of 7 agree).")):
         worker.hear_of_drafts(GateReport("trial", figures, float("inf")))
         set_up(worker, metrics=metrics(replace(ENGINE, drafts="trial")))
