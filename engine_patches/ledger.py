@@ -11,12 +11,14 @@ import fails, and with it the engine.
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from engine_patches import module_source
@@ -47,6 +49,18 @@ KNOWN_MODS: Mapping[str, Sequence[str]] = {
 
 # vLLM's functions, and what replaces them. vLLM is untyped at this seam: its parameters change between releases.
 Function = Callable[..., Any]
+
+
+def replacement(function: Any) -> Callable[[Function], Function]:
+    """A `Patch.build`: the `function` itself, given by name as `original` what it replaces, at no further call."""
+
+    @functools.wraps(function)
+    def build(original: Function) -> Function:
+        made = FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
+        made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "original": original}
+        return made
+
+    return build
 
 
 class PatchRole(enum.Enum):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import GROUPS, RUNNING, WRITES
-from engine_patches.ledger import Function
+from engine_patches.ledger import Function, replacement
 
 WHAT_NOW = (
     "Their keys are registered, so the engine stops before anybody resumes from them. "
@@ -88,46 +88,37 @@ def writes_nothing() -> bool:
     return step is not None and not step.writes
 
 
-def track_steps(original: Function) -> Function:
+@replacement
+def track_steps(self: Any, scheduler_output: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of a model runner's `execute_model`: makes the step's writes known to the layers."""
-
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        writes = getattr(scheduler_output, WRITES, None)
-        if writes is None:
-            return original(self, scheduler_output, *args, **kwargs)
-        RUNNING.step = step = Step(writes, _groups_of_layers(self))
-        batch = getattr(self, "input_batch", None)
-        if batch is not None:  # model runner V1: the batch outlives the step, its list of requests is kept up to date
-            step.req_ids = batch.req_ids
-        try:
-            result = original(self, scheduler_output, *args, **kwargs)
-            step.check()
-            return result
-        finally:
-            RUNNING.step = None
-
-    return execute_model
+    writes = getattr(scheduler_output, WRITES, None)
+    if writes is None:
+        return original(self, scheduler_output, *args, **kwargs)
+    RUNNING.step = step = Step(writes, _groups_of_layers(self))
+    batch = getattr(self, "input_batch", None)
+    if batch is not None:  # model runner V1: the batch outlives the step, its list of requests is kept up to date
+        step.req_ids = batch.req_ids
+    try:
+        result = original(self, scheduler_output, *args, **kwargs)
+        step.check()
+        return result
+    finally:
+        RUNNING.step = None
 
 
-def track_batch(original: Function) -> Function:
+@replacement
+def track_batch(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `prepare_inputs` of model runner V2, which makes a new batch for each step."""
-
-    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = original(self, *args, **kwargs)
-        if RUNNING.step is not None:
-            RUNNING.step.req_ids = batch.req_ids
-        return batch
-
-    return prepare_inputs
+    batch = original(self, *args, **kwargs)
+    if RUNNING.step is not None:
+        RUNNING.step.req_ids = batch.req_ids
+    return batch
 
 
-def skip_vllm_exports(original: Function) -> Function:
+@replacement
+def skip_vllm_exports(self: Any, m: Any, request_rows: Any, *, original: Function) -> Any:
     """Replacement of `MambaPrefillCheckpointBuilder.build`: no export of vLLM's own while Seamark writes the states."""
-
-    def build(self: Any, m: Any, request_rows: Any) -> Any:
-        return None if RUNNING.step is not None else original(self, m, request_rows)
-
-    return build
+    return None if RUNNING.step is not None else original(self, m, request_rows)
 
 
 def _groups_of_layers(runner: Any) -> Mapping[str, int]:

@@ -22,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import ADAPTER, ADAPTERS, TAG
+from engine_patches.ledger import Function, replacement
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -260,30 +261,24 @@ def _name(request: Any, adapter: Adapter | None) -> None:
         request.update_block_hashes()
 
 
-def hash_contents(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def hash_contents(request: Any, *, original: Function) -> Any:
     """Replacement of `_gen_lora_extra_hash_keys`. In KV events vLLM goes on giving an adapter's name alone."""
-
-    def _gen_lora_extra_hash_keys(request: Any) -> Any:
-        keys = original(request)
-        if keys and not hasattr(request, TAG):
-            adapters = _asked.get(None)
-            _name(request, adapters.of(request.lora_request) if adapters is not None else None)
-        return [(*key, getattr(request, TAG)) for key in keys]
-
-    return _gen_lora_extra_hash_keys
+    keys = original(request)
+    if keys and not hasattr(request, TAG):
+        adapters = _asked.get(None)
+        _name(request, adapters.of(request.lora_request) if adapters is not None else None)
+    return [(*key, getattr(request, TAG)) for key in keys]
 
 
-def know_adapters_of_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def know_adapters_of_requests(self: Any, request: Any, *, original: Function) -> Any:
     """Replacement of `EngineCore.preprocess_add_request`, where requests get their hashes, beside the engine's loop."""
-
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        token = _asked.set(_adapters(self))
-        try:
-            return original(self, request)
-        finally:
-            _asked.reset(token)
-
-    return preprocess_add_request
+    token = _asked.set(_adapters(self))
+    try:
+        return original(self, request)
+    finally:
+        _asked.reset(token)
 
 
 def note_loads(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -300,23 +295,20 @@ def note_loads(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_lora
 
 
-def admit_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def admit_by_adapter(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `EngineCore.add_request`.
 
     Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
     `load_inplace` has vLLM read the files in each of its steps: here they are read before the first, if they are new.
     """
-
-    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        lora = request.lora_request
-        if lora is not None and request._block_hasher is not None:
-            adapter = _loaded(self, request) if lora.load_inplace else _adapters(self).of(lora)
-            if not hasattr(request, TAG) or adapter is not getattr(request, ADAPTER):
-                _name(request, adapter)
-            _tell(self, adapter)
-        return original(self, request, *args, **kwargs)
-
-    return add_request
+    lora = request.lora_request
+    if lora is not None and request._block_hasher is not None:
+        adapter = _loaded(self, request) if lora.load_inplace else _adapters(self).of(lora)
+        if not hasattr(request, TAG) or adapter is not getattr(request, ADAPTER):
+            _name(request, adapter)
+        _tell(self, adapter)
+    return original(self, request, *args, **kwargs)
 
 
 def _loaded(engine: Any, request: Any) -> Adapter | None:
@@ -340,13 +332,10 @@ def _tell(engine: Any, adapter: Adapter | None) -> None:
         states.adapter_replaced(adapter.key.name)
 
 
-def look_up_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def look_up_by_adapter(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of both lookups of `KVCacheManager`: while a request has waited, its adapter may have changed."""
-
-    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter = getattr(request, ADAPTER, None)
-        if adapter is not None and not adapter.computes(request.lora_request):
-            _name(request, None)
-        return original(self, request, *args, **kwargs)
-
-    return get_computed_blocks
+    adapter = getattr(request, ADAPTER, None)
+    if adapter is not None and not adapter.computes(request.lora_request):
+        _name(request, None)
+    return original(self, request, *args, **kwargs)

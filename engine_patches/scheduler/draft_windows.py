@@ -18,12 +18,13 @@ On vLLM 0.32 a head that reads one token past a row (MTP) may find its last row 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from engine_patches import ledger
+from engine_patches.ledger import Function, replacement
 from engine_patches.scheduler.cache_keys import key_at, look_up
 from engine_patches.scheduler.earlier_prompts import Latest
 from engine_patches.scheduler.planner import Grid, RequestState
@@ -281,14 +282,11 @@ def _window(manager: Any, position: int) -> range:
     return range(manager.get_num_skipped_tokens(position) // manager.block_size, -(-position // manager.block_size))
 
 
-def put_rows_into_hits(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def put_rows_into_hits(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `KVCacheManager.get_computed_blocks`."""
-
-    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, request, *args, **kwargs)
-        checkpoints = getattr(self, "seamark", None)
-        if checkpoints is None or checkpoints.states is None or checkpoints.states.windows is None:
-            return found
-        return checkpoints.states.windows.of_hit(self, request, found, ours=checkpoints.drafts.admits(request))
-
-    return get_computed_blocks
+    found = original(self, request, *args, **kwargs)
+    checkpoints = getattr(self, "seamark", None)
+    if checkpoints is None or checkpoints.states is None or checkpoints.states.windows is None:
+        return found
+    return checkpoints.states.windows.of_hit(self, request, found, ours=checkpoints.drafts.admits(request))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from engine_patches.ledger import Function, replacement
 from engine_patches.scheduler.planner import CLOSEST, NEAR, Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
@@ -281,28 +282,25 @@ def _is_coming(leader: Any, position: int) -> bool:
     return bool(leader.status == RequestStatus.RUNNING)
 
 
-def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
+@replacement
+def hold_followers(self: Any, request: Any, *, original: Function) -> bool:
     """Replacement of `Scheduler._handle_blocked_waiting_request`: False keeps one request waiting, and only that."""
+    from vllm.v1.request import RequestStatus
 
-    def _handle_blocked_waiting_request(self: Any, request: Any) -> bool:
-        from vllm.v1.request import RequestStatus
-
-        if not original(self, request):
-            return False
-        checkpoints = self.seamark
-        gate: PrefillGate | None = checkpoints.gate
-        if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
-            return True
-        # To wait for others would spare nothing to a request whose states a KV connector brings.
-        is_loaded = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill")
-        if not request.skip_reading_prefix_cache and not is_loaded and _waits(self, gate, request):
-            return False
-        if (held := gate.release(request)) is not None:
-            checkpoints.counters.counts.followers["held"] += 1
-            checkpoints.counters.counts.spent_seconds += held
+    if not original(self, request):
+        return False
+    checkpoints = self.seamark
+    gate: PrefillGate | None = checkpoints.gate
+    if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
         return True
-
-    return _handle_blocked_waiting_request
+    # To wait for others would spare nothing to a request whose states a KV connector brings.
+    is_loaded = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill")
+    if not request.skip_reading_prefix_cache and not is_loaded and _waits(self, gate, request):
+        return False
+    if (held := gate.release(request)) is not None:
+        checkpoints.counters.counts.followers["held"] += 1
+        checkpoints.counters.counts.spent_seconds += held
+    return True
 
 
 def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:

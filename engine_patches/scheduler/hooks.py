@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +23,7 @@ from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ConnectorLane
+from engine_patches.ledger import Function, replacement
 from engine_patches.scheduler import draft_windows, not_kept, refusals, transfers
 from engine_patches.scheduler.cache_keys import HeldKeys, keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -66,98 +67,92 @@ def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> 
     return math.lcm(match_unit, *(kernel_chunk(spec, vllm_config) for spec in specs))
 
 
-def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def default_to_fine_unit(kv_cache_config: Any, vllm_config: Any, *, original: Function) -> Any:
     """Replacement of `resolve_kv_cache_block_sizes`: if the user set nothing, hybrids get a fine unit.
 
     It is the finest that states are placed on, or `DEFAULT_UNIT` if that one does not divide the model's cache blocks.
     """
+    from vllm.v1.kv_cache_interface import MambaSpec
 
-    def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Any:
-        from vllm.v1.kv_cache_interface import MambaSpec
-
-        cache_config = vllm_config.cache_config
-        refuses = refusals.by_configuration(vllm_config) is not None
-        if not refuses:
-            draft_windows.leave_out(kv_cache_config, vllm_config)
-        coarse = original(kv_cache_config, vllm_config)
-        groups = kv_cache_config.kv_cache_groups
-        recurrent = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
-        if cache_config.prefix_match_unit is not None or refuses or not recurrent or len(groups) < 2:
-            return coarse
-        units, compressed = {DEFAULT_UNIT}, refusals.compression(groups, vllm_config)
-        if not speculation.drops(vllm_config):
-            units.add(state_alignment(recurrent, vllm_config, DEFAULT_UNIT))
-        for unit in sorted({math.lcm(each, *compressed) for each in units}, reverse=True):
-            cache_config.prefix_match_unit = unit
-            try:
-                return original(kv_cache_config, vllm_config)
-            except ValueError:  # the unit does not divide vLLM's blocks
-                cache_config.prefix_match_unit = None
+    cache_config = vllm_config.cache_config
+    refuses = refusals.by_configuration(vllm_config) is not None
+    if not refuses:
+        draft_windows.leave_out(kv_cache_config, vllm_config)
+    coarse = original(kv_cache_config, vllm_config)
+    groups = kv_cache_config.kv_cache_groups
+    recurrent = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
+    if cache_config.prefix_match_unit is not None or refuses or not recurrent or len(groups) < 2:
         return coarse
+    units, compressed = {DEFAULT_UNIT}, refusals.compression(groups, vllm_config)
+    if not speculation.drops(vllm_config):
+        units.add(state_alignment(recurrent, vllm_config, DEFAULT_UNIT))
+    for unit in sorted({math.lcm(each, *compressed) for each in units}, reverse=True):
+        cache_config.prefix_match_unit = unit
+        try:
+            return original(kv_cache_config, vllm_config)
+        except ValueError:  # the unit does not divide vLLM's blocks
+            cache_config.prefix_match_unit = None
+    return coarse
 
-    return resolve_kv_cache_block_sizes
 
-
-def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def set_up_checkpoints(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `Scheduler.__init__`: every scheduler and its cache managers share one `Checkpoints`."""
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm.v1.core.single_type_kv_cache_manager import MambaManager
-
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if refusals.by_configuration(given["vllm_config"]) is None:
-            draft_windows.leave_out(given["kv_cache_config"], given["vllm_config"])
-        original(self, *args, **kwargs)
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
-        refusal = _refusal(self, recurrent) if recurrent else None
-        if refusal is not None:
-            draft_windows.put_back(self)
-            logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
-        specs = [_group_of(self, manager).kv_cache_spec for manager in recurrent if refusal is None]
-        connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
-        in_pass = bool(specs) and connector.lane is ConnectorLane.INSIDE and all(map(is_promised, specs))
-        self.seamark = checkpoints = Checkpoints(
-            grid=_grid(self, specs if in_pass else ()),
-            block_size=self.block_size,
-            refusal=refusal,
-            weights=Weights.of(self.vllm_config),
-            verified=1 + self.num_spec_tokens,
-            drafts=DraftGate.of(self.vllm_config, refusal) if recurrent else DraftGate(),
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    if refusals.by_configuration(given["vllm_config"]) is None:
+        draft_windows.leave_out(given["kv_cache_config"], given["vllm_config"])
+    original(self, *args, **kwargs)
+    managers = self.kv_cache_manager.coordinator.single_type_managers
+    recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
+    refusal = _refusal(self, recurrent) if recurrent else None
+    if refusal is not None:
+        draft_windows.put_back(self)
+        logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
+    specs = [_group_of(self, manager).kv_cache_spec for manager in recurrent if refusal is None]
+    connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
+    in_pass = bool(specs) and connector.lane is ConnectorLane.INSIDE and all(map(is_promised, specs))
+    self.seamark = checkpoints = Checkpoints(
+        grid=_grid(self, specs if in_pass else ()),
+        block_size=self.block_size,
+        refusal=refusal,
+        weights=Weights.of(self.vllm_config),
+        verified=1 + self.num_spec_tokens,
+        drafts=DraftGate.of(self.vllm_config, refusal) if recurrent else DraftGate(),
+    )
+    if specs:
+        checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
+        if windows := draft_windows.windows_among(managers):
+            states.windows = DraftWindows(states.keys.pool, checkpoints.grid, windows, checkpoints.step_time)
+        if in_pass and settings.fan_out():
+            checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
+        _tell_vllm(self, recurrent, in_pass)
+        warn_of_a_short_cache(self, specs)
+        mamba = getattr(self.vllm_config, "mamba_config", None)
+        warn_of_narrow_states(specs, at_random=bool(getattr(mamba, "enable_stochastic_rounding", False)))
+        logger.info(
+            "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
+            "inside the pass" if in_pass else "at the ends of chunks, one pass each",
+            checkpoints.grid.alignment,
+            checkpoints.grid.unit,
+            checkpoints.block_size,
+            f"; KV connector {', '.join(connector.names)}" if connector.names else "",
+            f": {connector.reason}" if connector.reason else "",
         )
-        if specs:
-            checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
-            if windows := draft_windows.windows_among(managers):
-                states.windows = DraftWindows(states.keys.pool, checkpoints.grid, windows, checkpoints.step_time)
-            if in_pass and settings.fan_out():
-                checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
-            _tell_vllm(self, recurrent, in_pass)
-            warn_of_a_short_cache(self, specs)
-            mamba = getattr(self.vllm_config, "mamba_config", None)
-            warn_of_narrow_states(specs, at_random=bool(getattr(mamba, "enable_stochastic_rounding", False)))
-            logger.info(
-                "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
-                "inside the pass" if in_pass else "at the ends of chunks, one pass each",
-                checkpoints.grid.alignment,
-                checkpoints.grid.unit,
-                checkpoints.block_size,
-                f"; KV connector {', '.join(connector.names)}" if connector.names else "",
-                f": {connector.reason}" if connector.reason else "",
-            )
-            if checkpoints.drafts.state == ON_TRIAL:
-                told = f"until this engine's answers have agreed ({settings.DRAFTS}={settings.AUTO})"
-                logger.info("seamark: beside drafts, hints are on trial: vLLM caches by itself %s", told)
-            transfers.introduce(self, checkpoints, states)
-            if (introduce := getattr(self.connector, "seamark_introduce", None)) is not None:  # our own
-                introduce(checkpoints, states.keys.pool)
-        not_kept.leave_out(self)
-        checkpoints.low = LowBlocks(self)
-        if checkpoints.states is not None:
-            checkpoints.states.retention.low = checkpoints.low.keys
-        for manager in (self.kv_cache_manager, *managers):
-            manager.seamark = checkpoints
-
-    return __init__
+        if checkpoints.drafts.state == ON_TRIAL:
+            told = f"until this engine's answers have agreed ({settings.DRAFTS}={settings.AUTO})"
+            logger.info("seamark: beside drafts, hints are on trial: vLLM caches by itself %s", told)
+        transfers.introduce(self, checkpoints, states)
+        if (introduce := getattr(self.connector, "seamark_introduce", None)) is not None:  # our own
+            introduce(checkpoints, states.keys.pool)
+    not_kept.leave_out(self)
+    checkpoints.low = LowBlocks(self)
+    if checkpoints.states is not None:
+        checkpoints.states.retention.low = checkpoints.low.keys
+    for manager in (self.kv_cache_manager, *managers):
+        manager.seamark = checkpoints
 
 
 def _group_of(scheduler: Any, manager: Any) -> Any:
@@ -368,70 +363,58 @@ def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
         scheduler.mamba_has_prefill_checkpoint_blocks = False
 
 
-def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def count_tail_states(self: Any, request: Any, num_tokens: int, retention_interval: Any, *, original: Function) -> Any:
     """Replacement of `MambaManager._cache_partial_tail_block`: nothing inside a pass; else its states are counted."""
-
-    def _cache_partial_tail_block(self: Any, request: Any, num_tokens: int, retention_interval: Any) -> Any:
-        checkpoints: Any = getattr(self, "seamark", None)
-        if checkpoints is not None and checkpoints.writes_in_forward:
-            return None
-        key = original(self, request, num_tokens, retention_interval)
-        states = None if key is None or checkpoints is None else checkpoints.states
-        # All recurrent groups register the same position; one of them speaks for all.
-        if states is not None and self.kv_cache_group_id == next(iter(states.keys.recurrent)):
-            wish = checkpoints.state_of(request).wish
-            kind = LEARNED if num_tokens == wish.learned else TAIL
-            checkpoints.state_written(request, key, HINTED if num_tokens in wish.hinted_positions else kind)
-        return key
-
-    return _cache_partial_tail_block
+    checkpoints: Any = getattr(self, "seamark", None)
+    if checkpoints is not None and checkpoints.writes_in_forward:
+        return None
+    key = original(self, request, num_tokens, retention_interval)
+    states = None if key is None or checkpoints is None else checkpoints.states
+    # All recurrent groups register the same position; one of them speaks for all.
+    if states is not None and self.kv_cache_group_id == next(iter(states.keys.recurrent)):
+        wish = checkpoints.state_of(request).wish
+        kind = LEARNED if num_tokens == wish.learned else TAIL
+        checkpoints.state_written(request, key, HINTED if num_tokens in wish.hinted_positions else kind)
+    return key
 
 
-def count_hits(original: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def count_hits(self: Any, request: Any, num_hits: int, *, original: Function) -> None:
     """Replacement of `KVCacheManager.record_prefix_cache_stats`, called once for each admitted request."""
-
-    def record_prefix_cache_stats(self: Any, request: Any, num_hits: int) -> None:
-        original(self, request, num_hits)
-        checkpoints = getattr(self, "seamark", None)
-        if checkpoints is None:
-            return
-        if not is_own(request):
-            checkpoints.counters.counts.cache_hit_tokens += num_hits
-        if checkpoints.states is not None:
-            loaded = getattr(request, LOADED, 0)
-            checkpoints.admitted(request, num_hits + loaded, loaded)
-
-    return record_prefix_cache_stats
+    original(self, request, num_hits)
+    checkpoints = getattr(self, "seamark", None)
+    if checkpoints is None:
+        return
+    if not is_own(request):
+        checkpoints.counters.counts.cache_hit_tokens += num_hits
+    if checkpoints.states is not None:
+        loaded = getattr(request, LOADED, 0)
+        checkpoints.admitted(request, num_hits + loaded, loaded)
 
 
-def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def release_before_reset(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `Scheduler.reset_prefix_cache`, which fails while any block is held."""
-
-    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoints: Checkpoints = self.seamark
-        checkpoints.before_reset()
-        if (states := checkpoints.states) is None:
-            return original(self, *args, **kwargs)
-        released, emptied = states.pins.let_go(), False
-        try:
-            emptied = original(self, *args, **kwargs)
-        finally:
-            if emptied:
-                states.events.clear()
-            else:
-                states.pins.take_again(released)
-        return emptied
-
-    return reset_prefix_cache
+    checkpoints: Checkpoints = self.seamark
+    checkpoints.before_reset()
+    if (states := checkpoints.states) is None:
+        return original(self, *args, **kwargs)
+    released, emptied = states.pins.let_go(), False
+    try:
+        emptied = original(self, *args, **kwargs)
+    finally:
+        if emptied:
+            states.events.clear()
+        else:
+            states.pins.take_again(released)
+    return emptied
 
 
-def forget_weights_that_may_change(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def forget_weights_that_may_change(self: Any, method: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `EngineCore.collective_rpc`, by which vLLM and trainers reload and update weights."""
-
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoints = getattr(getattr(self, "scheduler", None), "seamark", None)
-        if checkpoints is not None and method not in LEAVE_WEIGHTS:
-            checkpoints.weights_may_change()
-        return original(self, method, *args, **kwargs)
-
-    return collective_rpc
+    checkpoints = getattr(getattr(self, "scheduler", None), "seamark", None)
+    if checkpoints is not None and method not in LEAVE_WEIGHTS:
+        checkpoints.weights_may_change()
+    return original(self, method, *args, **kwargs)

@@ -9,11 +9,12 @@ and indexes that know no groups take them for attention. All of it happens where
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine_patches import settings
+from engine_patches.ledger import Function, replacement
 from engine_patches.scheduler.cache_keys import HeldKeys, Watch
 
 logger = logging.getLogger("vllm.seamark")
@@ -215,20 +216,17 @@ class ResumableBlocks:
         return [self._block_removed(block_hashes=names, medium=self._pool.medium, group_idx=group)] if names else []
 
 
-def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def announce_resumable_blocks(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `Scheduler.__init__`: if KV events are on, those of a hybrid are ours."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        states, blocks = self.seamark.states, settings.kv_events()
-        if states is None or not self.enable_kv_cache_events or blocks == settings.OFF or not states.keys.attention:
-            return
-        unit = states.keys.grid.unit if blocks == settings.UNITS else 0
-        sizes = {each.group: unit or each.block_size for each in states.keys.attention}
-        ResumableBlocks(states.keys, sizes, states.windows.groups if states.windows is not None else ()).take_over()
-        logger.info(
-            "seamark: KV events announce attention blocks up to held states, in blocks of %s tokens",
-            ", ".join(map(str, sizes.values())),
-        )
-
-    return __init__
+    original(self, *args, **kwargs)
+    states, blocks = self.seamark.states, settings.kv_events()
+    if states is None or not self.enable_kv_cache_events or blocks == settings.OFF or not states.keys.attention:
+        return
+    unit = states.keys.grid.unit if blocks == settings.UNITS else 0
+    sizes = {each.group: unit or each.block_size for each in states.keys.attention}
+    ResumableBlocks(states.keys, sizes, states.windows.groups if states.windows is not None else ()).take_over()
+    logger.info(
+        "seamark: KV events announce attention blocks up to held states, in blocks of %s tokens",
+        ", ".join(map(str, sizes.values())),
+    )

@@ -6,11 +6,11 @@ registers and learns by itself asks `Wish.is_kept`. vLLM takes blocks without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from engine_patches import kv_connectors
 from engine_patches.kv_connectors import ConnectorLane
+from engine_patches.ledger import Function, replacement
 from engine_patches.scheduler import hints
 
 TOLD = "told"  # what an engine says that keeps nothing of such a request; another one says why it cannot promise that
@@ -39,21 +39,18 @@ def why_not(vllm_config: Any) -> str:
     return "HiSparse stores it by itself" if hisparse is not None else ""
 
 
-def refuse_what_cannot_be(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def refuse_what_cannot_be(self: Any, request: Any, *, original: Function) -> Any:
     """Replacement of `EngineCore.preprocess_add_request`: a promise that cannot be held ends the request, in words."""
-
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        keep = hints.keep_in(request)
-        if keep not in hints.KEEPS:
-            raise _error(f"{hints.KEEP} is one of {', '.join(filter(None, hints.KEEPS))}")
-        if keep in (hints.NO, hints.PRIVATE) and (why := why_not(self.vllm_config)):
-            raise _error(f"{hints.KEEP}: {why}; send the request to a worker without it")
-        made = original(self, request)
-        if keep == hints.PRIVATE:
-            made[0].skip_reading_prefix_cache = True
-        return made
-
-    return preprocess_add_request
+    keep = hints.keep_in(request)
+    if keep not in hints.KEEPS:
+        raise _error(f"{hints.KEEP} is one of {', '.join(filter(None, hints.KEEPS))}")
+    if keep in (hints.NO, hints.PRIVATE) and (why := why_not(self.vllm_config)):
+        raise _error(f"{hints.KEEP}: {why}; send the request to a worker without it")
+    made = original(self, request)
+    if keep == hints.PRIVATE:
+        made[0].skip_reading_prefix_cache = True
+    return made
 
 
 def _error(words: str) -> Exception:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from engine_patches.ledger import Function, replacement
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.earlier_prompts import Latest
 from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
@@ -139,61 +140,52 @@ def introduce(scheduler: Any, checkpoints: Checkpoints, states: States) -> None:
             half.seamark = Transfers(checkpoints, states)
 
 
-def read_hint_of_the_whole_prompt(original: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def read_hint_of_the_whole_prompt(self: Any, request: Any, *, original: Function) -> None:
     """Replacement of `NixlBaseConnectorScheduler._truncate_request_for_prefill`, which takes the last token off."""
-
-    def _truncate_request_for_prefill(self: Any, request: Any) -> None:
-        transfers: Transfers | None = getattr(self, "seamark", None)
-        if transfers is not None:  # a hint may count from the prompt's end
-            transfers.checkpoints.state_of(request).prompt_tokens = request.num_prompt_tokens
-        original(self, request)
-
-    return _truncate_request_for_prefill
+    transfers: Transfers | None = getattr(self, "seamark", None)
+    if transfers is not None:  # a hint may count from the prompt's end
+        transfers.checkpoints.state_of(request).prompt_tokens = request.num_prompt_tokens
+    original(self, request)
 
 
-def load_what_was_computed(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def load_what_was_computed(self: Any, request: Any, num_computed_tokens: int, *, original: Function) -> Any:
     """Replacement of `NixlPullConnectorScheduler.get_num_new_matched_tokens`."""
-
-    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
-        transfers: Transfers | None = getattr(self, "seamark", None)
-        params = request.kv_transfer_params
-        if transfers is None or not params:
-            return original(self, request, num_computed_tokens)
-        if not params.get("do_remote_prefill"):
-            transfers.checkpoints.state_of(request).loaded = 0  # asked again: the load has failed, or was preempted
-            if params.get("do_remote_decode") and params.get(STOPS) and params.get("_p_side_truncated"):
-                transfers.stop_at_the_last_state(request)
-            return original(self, request, num_computed_tokens)
-        refusal = transfers.look_at(request, params)
-        if not refusal:
-            left = transfers.checkpoints.state_of(request).loaded - num_computed_tokens
-            return (left, True) if left > 0 else (0, False)
-        params["do_remote_prefill"] = False
-        self._stop_heartbeat(request.request_id)
-        if refusal not in (NOT_WHOLE, TAKEN):  # as vLLM does for a request that is aborted before it is scheduled
-            self._reqs_need_recv[request.request_id] = (request, [], (), False)
-        return 0, False
-
-    return get_num_new_matched_tokens
+    transfers: Transfers | None = getattr(self, "seamark", None)
+    params = request.kv_transfer_params
+    if transfers is None or not params:
+        return original(self, request, num_computed_tokens)
+    if not params.get("do_remote_prefill"):
+        transfers.checkpoints.state_of(request).loaded = 0  # asked again: the load has failed, or was preempted
+        if params.get("do_remote_decode") and params.get(STOPS) and params.get("_p_side_truncated"):
+            transfers.stop_at_the_last_state(request)
+        return original(self, request, num_computed_tokens)
+    refusal = transfers.look_at(request, params)
+    if not refusal:
+        left = transfers.checkpoints.state_of(request).loaded - num_computed_tokens
+        return (left, True) if left > 0 else (0, False)
+    params["do_remote_prefill"] = False
+    self._stop_heartbeat(request.request_id)
+    if refusal not in (NOT_WHOLE, TAKEN):  # as vLLM does for a request that is aborted before it is scheduled
+        self._reqs_need_recv[request.request_id] = (request, [], (), False)
+    return 0, False
 
 
-def name_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+@replacement
+def name_what_is_sent(self: Any, request: Any, block_ids: Any, *, original: Function) -> Any:
     """Replacement of `NixlPullConnectorScheduler.request_finished`: parameters of a load bind it to its prompt."""
-
-    def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
-        transfers: Transfers | None = getattr(self, "seamark", None)
-        own = request.kv_transfer_params
-        if transfers is not None and own and transfers.is_anothers(request, own):
-            own["do_remote_prefill"] = False  # vLLM would tell that worker that nobody reads it any more
-        delayed, params = original(self, request, block_ids)
-        deadline = self._reqs_need_send.get(request.request_id)
-        if transfers is None or not params or not params.get("do_remote_prefill") or deadline is None:
-            return delayed, params
-        if params["remote_num_tokens"] != request.num_prompt_tokens:
-            return delayed, params  # without a name nobody loads it
-        return delayed, params | transfers.names_of(request) | {DEADLINE: deadline}
-
-    return request_finished
+    transfers: Transfers | None = getattr(self, "seamark", None)
+    own = request.kv_transfer_params
+    if transfers is not None and own and transfers.is_anothers(request, own):
+        own["do_remote_prefill"] = False  # vLLM would tell that worker that nobody reads it any more
+    delayed, params = original(self, request, block_ids)
+    deadline = self._reqs_need_send.get(request.request_id)
+    if transfers is None or not params or not params.get("do_remote_prefill") or deadline is None:
+        return delayed, params
+    if params["remote_num_tokens"] != request.num_prompt_tokens:
+        return delayed, params  # without a name nobody loads it
+    return delayed, params | transfers.names_of(request) | {DEADLINE: deadline}
 
 
 def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> bool:

@@ -14,11 +14,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from engine_patches import settings
 from engine_patches.footprint import OWN
+from engine_patches.ledger import Function, replacement
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.drafts import CLOSED, ON_TRIAL, OPEN, AcceptedDrafts, DraftGate, LiveAcceptance
@@ -259,22 +260,19 @@ def _ranked(logprobs: Iterable[Any]) -> list[dict[int, float]]:
     return [dict(zip(*row, strict=True)) for table in tables for row in zip(*table, strict=True)]
 
 
-def try_drafts(original: Callable[..., None]) -> Callable[..., None]:
+@replacement
+def try_drafts(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `EngineCoreProc.process_input_sockets`, the thread that an engine core starts once it is made."""
-
-    def process_input_sockets(self: Any, *args: Any, **kwargs: Any) -> None:
-        checkpoints = getattr(self.scheduler, "seamark", None)
-        # Several engines that step together wait for one another: without a coordinator nobody wakes the others.
-        can_step = self.has_coordinator or not hasattr(self, "dp_group")
-        if checkpoints is not None and checkpoints.drafts.state == ON_TRIAL:
-            turns = Turns(OwnRequests(self), checkpoints)
-            if can_step:
-                threading.Thread(target=turns.run, name="seamark-trial", daemon=True).start()
-            else:
-                turns.close("engines that step together are not tried without vLLM's coordinator")
-        original(self, *args, **kwargs)
-
-    return process_input_sockets
+    checkpoints = getattr(self.scheduler, "seamark", None)
+    # Several engines that step together wait for one another: without a coordinator nobody wakes the others.
+    can_step = self.has_coordinator or not hasattr(self, "dp_group")
+    if checkpoints is not None and checkpoints.drafts.state == ON_TRIAL:
+        turns = Turns(OwnRequests(self), checkpoints)
+        if can_step:
+            threading.Thread(target=turns.run, name="seamark-trial", daemon=True).start()
+        else:
+            turns.close("engines that step together are not tried without vLLM's coordinator")
+    original(self, *args, **kwargs)
 
 
 class Turns:
