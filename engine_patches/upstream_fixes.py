@@ -6,13 +6,28 @@ import logging
 from functools import partial
 from typing import Any
 
+from engine_patches import kv_connectors, ledger
+from engine_patches.families import MAMBA2_MIXER
 from engine_patches.forward.scan_states import kernel_runs, scan_in_runs
-from engine_patches.ledger import Function, ShapeMismatch, replacement
+from engine_patches.ledger import Function, Patch, Platform, Shape, ShapeMismatch, cure, exists, holds
+
+CPU_PLATFORM = "vllm.platforms.cpu:CpuPlatform"
+
+RESETS_BLOCK_SIZE = Shape(f"{CPU_PLATFORM}.check_and_update_config", mentions=("cache_config.block_size = 128",))
 
 logger = logging.getLogger("vllm.seamark")
 
 
-@replacement
+@cure(
+    "block-copy",
+    "vllm.v1.worker.utils:copy_kv_cache_blocks_inplace",
+    why="copy-on-write of a partial block copies only the shorter of two caches at one address: wrong tokens",
+    upstream="PR vllm#55112; same text in 0.32 and 0.33",
+    until="vLLM copies the widest view, or tells copied caches apart by address and size",
+    parameters="kv_caches, num_blocks, kv_cache_block_copies",
+    mentions=("key = (cache.device, cache.data_ptr())", "if key in seen:"),
+    rebind=(ledger.RUNNER_V1, ledger.RUNNER_V2, "vllm.distributed.kv_transfer.kv_connector.v1.hisparse.worker"),
+)
 def copy_largest_view_first(kv_caches: Any, num_blocks: Any, kv_cache_block_copies: Any, *, original: Function) -> Any:
     """vLLM's block copy takes the first of several caches that start at one address and skips the others.
 
@@ -25,6 +40,27 @@ def copy_largest_view_first(kv_caches: Any, num_blocks: Any, kv_cache_block_copi
     return original(caches, num_blocks, kv_cache_block_copies)
 
 
+@cure(
+    "cpu-checkpoint-scan",
+    f"{ledger.LAYERS}.ops.ssd_combined:_mamba_chunk_scan_combined_fwd",
+    why="the CPU scan cannot deliver the promised export: a prompt longer than a block kills the engine",
+    upstream="unreported; 0.32 promises it, and no version can",
+    until="vLLM's CPU scan returns intermediate states",
+    mentions=("return_intermediate_states",),  # also of the GPU's function, in whose place the CPU's own is put
+    relies_on=(
+        Shape(
+            f"{ledger.LAYERS}.ops.cpu.mamba_ssm:_mamba_chunk_scan_combined_fwd_cpu",
+            mentions=(
+                "return_intermediate_states=False",
+                "cu_chunk_seqlens=None",
+                "return all_states",
+                "all_states.copy_(initial_states.float())",
+                "    ops.mamba_chunk_scan_fwd_cpu(",
+            ),
+        ),
+    ),
+    on=Platform.CPU,
+)
 def states_at_chunk_ends(original: Function) -> Function:
     """vLLM promises to export a state from inside one forward pass, but its CPU scan returns final states only: any
     prompt longer than a block kills the engine with an IndexError.
@@ -48,7 +84,17 @@ def states_at_chunk_ends(original: Function) -> Function:
     return _mamba_chunk_scan_combined_fwd_cpu
 
 
-@replacement
+@cure(
+    "cpu-checkpoint-store",
+    f"{ledger.LAYERS}.ops.ssd_checkpoint:store_prefill_checkpoint",
+    why="the last step of the promised export is a Triton kernel, and a CPU has none",
+    upstream="unreported; present in 0.32",
+    until="vLLM stores checkpoints on a CPU",
+    parameters="checkpoint, chunk_idx, x, conv_state, chunk_states, ssm_state, query_start_loc, state_len",
+    rebind=(f"{ledger.LAYERS}.mamba_mixer2",),
+    on=Platform.CPU,
+    applies=lambda: exists(f"{MAMBA2_MIXER.path}.get_kv_cache_spec"),  # Mamba2 promises to export states
+)
 def store_checkpoints_without_triton(checkpoint: Any, *tensors: Any, state_len: int, original: Function) -> None:
     """The last step of the export is a Triton kernel, and a CPU has none. This is the same in torch."""
     chunk_idx, x, conv_state, chunk_states, ssm_state, query_start_loc = tensors
@@ -61,7 +107,17 @@ def store_checkpoints_without_triton(checkpoint: Any, *tensors: Any, state_len: 
             ssm_state[block] = chunk_states[chunk]
 
 
-@replacement
+@cure(
+    "cpu-block-size",
+    f"{CPU_PLATFORM}.check_and_update_config",
+    why="the block size of a hybrid is reset after its cache was built: states under wrong keys, wrong tokens",
+    upstream="repaired in 0.33; in 0.32 EngineCoreProc._perform_handshakes runs VllmConfig.__post_init__ again",
+    until="vLLM leaves a block size alone that the cache was built with",
+    parameters="cls, vllm_config",
+    mentions=("elif not cache_config.user_specified_block_size:", *RESETS_BLOCK_SIZE.mentions),
+    on=Platform.CPU,
+    applies=lambda: holds(RESETS_BLOCK_SIZE),
+)
 def keep_enlarged_block_size(cls: Any, vllm_config: Any, *, original: Function) -> None:
     """vLLM's CPU platform sets its default block size again after the cache of a hybrid was built with a larger one.
 
@@ -75,7 +131,18 @@ def keep_enlarged_block_size(cls: Any, vllm_config: Any, *, original: Function) 
         cache_config.block_size = enlarged
 
 
-@replacement
+@cure(
+    "block-edge-stop",
+    f"{ledger.SCHEDULER}._mamba_block_aligned_split",
+    why="a last chunk that starts inside a block runs past its edge: a state under the key of another position",
+    upstream="unreported; same text in 0.32 and 0.33; needs a backend that exports states",
+    until="vLLM keeps the stop at the block edge for chunks that start inside a block",
+    parameters="self, request, num_new_tokens, num_new_local_computed_tokens, num_external_computed_tokens",
+    mentions=(
+        "self.mamba_has_prefill_checkpoint_blocks",
+        "if start % block_size != 0 and not use_internal_checkpoint",
+    ),
+)
 def stop_at_the_block_edge_after_a_hit(
     self: Any, request: Any, num_new_tokens: int, *found: int, original: Function
 ) -> Any:
@@ -94,7 +161,14 @@ def stop_at_the_block_edge_after_a_hit(
         self.mamba_has_prefill_checkpoint_blocks = exports
 
 
-@replacement
+@cure(
+    "preempted-keys",
+    f"{ledger.SCHEDULER}._preempt_request",
+    why="a request preempted in the step that was to compute it leaves keys of contents that nobody computes",
+    upstream="vllm-project/vllm#57580",
+    until="vLLM registers keys once a step is planned to its end, or takes them back",
+    mentions=("self._free_request_blocks(request)", "request.num_computed_tokens = 0"),
+)
 def take_back_uncomputed_keys(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """A request that is preempted in the step that was to compute it must not leave keys of what nobody computes."""
     cache = self.kv_cache_manager
@@ -108,7 +182,14 @@ def take_back_uncomputed_keys(self: Any, request: Any, *args: Any, original: Fun
     return original(self, request, *args, **kwargs)
 
 
-@replacement
+@Patch(
+    "late-reads",
+    kv_connectors.READ,
+    why="blocks of a prefill whose lease is over hold other requests' states by now",
+    upstream="vllm#52234; vllm#47021 cures it for what a decode worker lends",
+    until="vLLM asks for the deadline of every read",
+    applies=kv_connectors.hands_over,
+)
 def decline_late_reads(self: Any, req_id: str, meta: Any, *, original: Function) -> None:
     """NIXL's blocks of another worker are not read once these may have been freed. Here, in the worker's process, both
     clocks are known: vLLM's handshake measures how far they are apart.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from engine_patches.footprint import RUNNING, SCAN_STATES
 from engine_patches.forward.segments import drafting_rows, plan_segments
 from engine_patches.forward.step_writes import Write, running_step, upload, wrote_states
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import LAYERS, Function, Platform, inside, replacement
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,24 @@ def run_convolution(core: Function, states: KeptStates) -> None:
         RUNNING.convolution = None
 
 
-@replacement
+# Of the kernels of convolutions, by position: they take more by name, each other ones.
+_BY_POSITION = "x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:"
+
+
+@inside(
+    "short-conv-inputs",
+    f"{LAYERS}.ops.causal_conv1d:causal_conv1d_fn",
+    why="a convolution's state is taken from its inputs, which only its kernel is given",
+    mentions=(_BY_POSITION,),
+    rebind=(f"{LAYERS}.short_conv",),
+)
+@inside(
+    "short-conv-inputs-cpu",
+    f"{LAYERS}.ops.cpu.causal_conv1d:causal_conv1d_fn_cpu",
+    why="the same on a CPU",
+    mentions=(_BY_POSITION,),
+    on=Platform.CPU,
+)
 def keep_inputs(
     x: Any, weight: Any, bias: Any, conv_states: Any, *args: Any, original: Function, **options: Any
 ) -> Any:

@@ -16,7 +16,7 @@ from engine_patches.forward.conv_states import keep_ngram_states, plan_conv_stat
 from engine_patches.forward.scan_states import plan_scan_states, run_layer
 from engine_patches.forward.segments import Segment, plan_segments, take_states_over
 from engine_patches.forward.step_writes import writes_nothing, wrote_states
-from engine_patches.ledger import Function, Shape, replacement
+from engine_patches.ledger import LAYERS, Function, Platform, Shape, inside, ours, replacement
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -45,17 +45,12 @@ def is_promised(spec: Any) -> bool:
     return isinstance(spec.shapes, PromisedShapes)
 
 
-@replacement
-def promise_writes_in_forward(self: Any, vllm_config: Any, *, original: Function) -> Any:
-    """Replacement of `MambaBase.get_kv_cache_spec`: whoever promises replaces the layer's own core, and keeps it."""
-    spec = original(self, vllm_config)
-    if spec is not None and _writes_in_forward(self, vllm_config) and ledger.rely_on_patches():
-        _replace_cores(self)
-        promise(spec)
-    return spec
-
-
-@replacement
+@ours(
+    "promise-of-all",
+    "vllm.v1.executor.abstract:Executor.get_kv_cache_specs",
+    why="a worker that cannot write states inside a pass must keep all others from being asked to",
+    parameters="self",
+)
 def require_promise_of_all(self: Any, *, original: Function) -> Any:
     """Replacement of `Executor.get_kv_cache_specs`, which returns one mapping of layers to specs for each worker.
 
@@ -71,18 +66,6 @@ def require_promise_of_all(self: Any, *, original: Function) -> Any:
         for spec in promised:
             object.__setattr__(spec, "shapes", tuple(spec.shapes))
     return of_workers
-
-
-@replacement
-def plan_where_metadata_is_made(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
-    """Replacement of `AttentionGroup.create_metadata_builders`: builders of recurrent layers plan a step's states."""
-    original(self, *args, **kwargs)
-    for builder in self.metadata_builders:
-        of_class = type(builder)
-        plan = _planning(of_class)
-        if plan is not None:
-            builder.build = MethodType(plan(of_class.build), builder)
-            builder.update_block_table = MethodType(take_states_over(of_class.update_block_table), builder)
 
 
 def _planning(builder: type) -> Callable[[Function], Function] | None:
@@ -211,9 +194,23 @@ def convolution_with_states(self: Any, hidden_states: Any, output: Any, *, origi
     return original(self, hidden_states, output)
 
 
-@replacement
+@inside(
+    "gdn-core-cpu",
+    f"{LAYERS}.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
+    why="the recurrent core runs segment by segment and keeps the states between",
+    parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out",
+    mentions=("state_indices_tensor = attn_metadata_i.non_spec_state_indices_tensor", "layer.kv_cache[1]"),
+    on=Platform.CPU,
+)
+@inside(
+    "gdn-core-cpu-drafts",
+    f"{LAYERS}.ops.cpu.gdn_attention:_cpu_gdn_attention_spec_aware",
+    why="the same where drafts are configured",
+    parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, width, state_len",
+    mentions=("spec_sequence_masks = attn_metadata_i.spec_sequence_masks", "conv_buf = _conv_buffer_view(layer)"),
+    on=Platform.CPU,
+)
 def cpu_gdn_in_segments(layer: Any, metadata: Any, *inputs: Any, original: Function) -> None:
-    """Replacement of the CPU's cores of a GDN layer, which are given the layer's metadata."""
     segments = getattr(metadata, SEGMENTS, None)
     if segments is None:
         original(layer, metadata, *inputs)
@@ -360,3 +357,41 @@ BUILDER_SHAPES = (
         where=NGRAM_BUILDER,
     ),
 )
+
+
+@inside(
+    "promise",
+    f"{LAYERS}.abstract:MambaBase.get_kv_cache_spec",
+    why="a worker says that it writes states inside a pass, and does: the recurrent layers of its model get cores "
+    "of ours",
+    parameters="self, vllm_config",
+    relies_on=CORE_SHAPES,
+    also=tuple(f"{layer.path}.{core}" for layer in INSIDE for core in layer.cores),
+)
+def promise_writes_in_forward(self: Any, vllm_config: Any, *, original: Function) -> Any:
+    """Replacement of `MambaBase.get_kv_cache_spec`: whoever promises replaces the layer's own core, and keeps it."""
+    spec = original(self, vllm_config)
+    if spec is not None and _writes_in_forward(self, vllm_config) and ledger.rely_on_patches():
+        _replace_cores(self)
+        promise(spec)
+    return spec
+
+
+@inside(
+    "builders",
+    "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
+    why="a recurrent layer has to know where in a step's tokens the states are that it hands out, and each cache "
+    "group writes its states into blocks of its own",
+    parameters="self, vllm_config, device, kernel_block_size, num_metadata_builders",
+    mentions=("builder_cls = self.backend.get_builder_cls()", "self.metadata_builders = ["),
+    relies_on=BUILDER_SHAPES,
+    also=tuple(BUILDERS),
+)
+def plan_where_metadata_is_made(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    for builder in self.metadata_builders:
+        of_class = type(builder)
+        plan = _planning(of_class)
+        if plan is not None:
+            builder.build = MethodType(plan(of_class.build), builder)
+            builder.update_block_table = MethodType(take_states_over(of_class.update_block_table), builder)

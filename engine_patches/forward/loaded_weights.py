@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from engine_patches import kv_connectors
 from engine_patches.footprint import WEIGHTS
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import CORE, Function, Patch
 
 # A row of so many words of 32 bits is multiplied by its own number; a step reads so many rows, 16 MiB.
 COLUMNS, ROWS = 4096, 1024
@@ -187,7 +187,18 @@ def _tensors_in(file: Any, size: int) -> Iterator[tuple[int, int]]:
             yield start + first, start + last
 
 
-@replacement
+@Patch(
+    "loaded-weights",
+    "vllm.model_executor.model_loader.utils:process_weights_after_loading",
+    why="states that outlive a process, or come from another one, are right for these weights alone",
+    until="vLLM names what it has loaded by its contents",
+    upstream="none: vLLM's tiers on disk name weights by the model's name",
+    parameters="model, model_config, target_device",
+    rebind=(
+        "vllm.model_executor.model_loader.base_loader",
+        "vllm.model_executor.model_loader.weight_cache.ipc_loader",
+    ),
+)
 def read_what_was_loaded(model: Any, model_config: Any, target_device: Any, *, original: Function) -> None:
     """Replacement of `process_weights_after_loading`, which puts the weights into the order that kernels want."""
     from vllm.config import get_current_vllm_config_or_none
@@ -209,7 +220,14 @@ def _try_name_of(model: Any) -> str:
     return name
 
 
-@replacement
+@Patch(
+    "asked-weights",
+    f"{CORE}._initialize_kv_caches",
+    why="the scheduler has to know what the workers have loaded before it finds or keeps a state",
+    until="vLLM names what it has loaded by its contents",
+    parameters="self, vllm_config",
+    mentions=("self.model_executor.initialize_from_config(kv_cache_configs)",),
+)
 def ask_workers(self: Any, vllm_config: Any, *, original: Function) -> Any:
     """Replacement of `EngineCore._initialize_kv_caches`, the last step before there is a scheduler."""
     caches = original(self, vllm_config)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from engine_patches.footprint import RUNNING
 from engine_patches.forward.conv_states import KeptStates, Parts, StatePlan, Wanted, first_prompt, parts_of, plan_states
 from engine_patches.forward.step_writes import PrefillRow, Write, upload
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import LAYERS, Function, Platform, cure, inside
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,16 @@ def scan_in_runs(scan: Callable[[], Any], runs: Sequence[KernelRun], keep: Keep)
         RUNNING.kernel = None
 
 
-@replacement
+@cure(
+    "cpu-checkpoint-kernel",
+    "vllm._custom_ops:mamba_chunk_scan_fwd_cpu",
+    why="the states that `cpu-checkpoint-scan` returns, and those that Seamark keeps, come from the CPU's kernel",
+    upstream="as cpu-checkpoint-scan",
+    until="never: Seamark copies its states between two runs of it",
+    parameters="out, final_states, x, dt, A, B, C, D, z, cu_seqlens",
+    on=Platform.CPU,
+)
 def kernel_in_runs(out: Any, row_states: Any, *inputs: Any, original: Function) -> None:
-    """Replacement of the kernel of that scan."""
     if RUNNING.kernel is None:
         original(out, row_states, *inputs)
         return
@@ -176,9 +183,14 @@ def plan_cpu_scan(rows: Mapping[int, PrefillRow], wanted: Wanted, parts: Parts) 
     return CpuScanPlan(*parts, kernel_runs(bounds, row_of), state_at)
 
 
-@replacement
+@inside(
+    "mamba2-scan",
+    f"{LAYERS}.ops.ssd_combined:mamba_chunk_scan_combined_varlen",
+    why="a scan has the state at the end of each of its chunks, and gives them away if asked",
+    mentions=("return_intermediate_states=return_intermediate_states", "last_chunk_indices=last_chunk_indices"),
+    rebind=(f"{LAYERS}.mamba_mixer2",),
+)
 def scan_with_states(*inputs: Any, original: Function, **options: Any) -> Any:
-    """Replacement of `mamba_chunk_scan_combined_varlen`: while a layer runs that has states to keep, keeps them."""
     if RUNNING.scan is None:
         return original(*inputs, **options)
     states, ssm_state = RUNNING.scan

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import GROUPS, RUNNING, WRITES
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import LAYERS, RUNNER_V1, RUNNER_V2, Function, Platform, inside
 
 WHAT_NOW = (
     "Their keys are registered, so the engine stops before anybody resumes from them. "
@@ -88,9 +88,20 @@ def writes_nothing() -> bool:
     return step is not None and not step.writes
 
 
-@replacement
+@inside(
+    "worker-steps",
+    f"{RUNNER_V1}:GPUModelRunner.execute_model",
+    why="the layers have to know which states a step writes",
+    mentions=("self._update_states(scheduler_output)", "req_ids = self.input_batch.req_ids"),
+)
+@inside(
+    "worker-steps-v2",
+    f"{RUNNER_V2}:GPUModelRunner.execute_model",
+    why="the layers have to know which states a step writes, with model runner V2 too",
+    mentions=("input_batch = self.prepare_inputs(",),
+    on=Platform.GPU,
+)
 def track_steps(self: Any, scheduler_output: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
-    """Replacement of a model runner's `execute_model`: makes the step's writes known to the layers."""
     writes = getattr(scheduler_output, WRITES, None)
     if writes is None:
         return original(self, scheduler_output, *args, **kwargs)
@@ -106,18 +117,27 @@ def track_steps(self: Any, scheduler_output: Any, *args: Any, original: Function
         RUNNING.step = None
 
 
-@replacement
+@inside(
+    "worker-batch-v2",
+    f"{RUNNER_V2}:GPUModelRunner.prepare_inputs",
+    why="model runner V2 makes a new batch for each step, and its rows are in an order of their own",
+    mentions=("req_ids=req_ids",),
+    on=Platform.GPU,
+)
 def track_batch(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
-    """Replacement of `prepare_inputs` of model runner V2, which makes a new batch for each step."""
     batch = original(self, *args, **kwargs)
     if RUNNING.step is not None:
         RUNNING.step.req_ids = batch.req_ids
     return batch
 
 
-@replacement
+@inside(
+    "no-second-export",
+    f"{LAYERS}.checkpoint:MambaPrefillCheckpointBuilder.build",
+    why="vLLM's own export of one state per request would write into a block that is not meant for it",
+    parameters="self, m, request_rows",
+)
 def skip_vllm_exports(self: Any, m: Any, request_rows: Any, *, original: Function) -> Any:
-    """Replacement of `MambaPrefillCheckpointBuilder.build`: no export of vLLM's own while Seamark writes the states."""
     return None if RUNNING.step is not None else original(self, m, request_rows)
 
 

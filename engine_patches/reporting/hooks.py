@@ -19,7 +19,7 @@ from typing import Any
 
 from engine_patches import settings
 from engine_patches.footprint import REPORTS
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import SCHEDULER, Function, Patch, Shape, ours
 from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
 from engine_patches.scheduler.counters import loads_may_have_changed
 
@@ -29,9 +29,19 @@ TOPIC = "seamark"
 logger = logging.getLogger("vllm.seamark")
 
 
-@replacement
+@ours(
+    "reports-collected",
+    "vllm.v1.engine.utils:CoreEngineProcManager.__init__",
+    why="no API server has all reports if there are several, or none that runs Python",
+    mentions=("vllm_config: VllmConfig", "local_client: bool", "target=EngineCoreProc.run_engine_core"),
+)
+@ours(
+    "reports-collected-ray",
+    "vllm.v1.engine.utils:CoreEngineActorManager.__init__",
+    why="the same where engines are Ray's actors; those on other machines do not report",
+    mentions=("vllm_config: VllmConfig",),
+)
 def collect_before_the_engines(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
-    """Replacement of `CoreEngineProcManager.__init__` and its like for Ray, which start the engines of this machine."""
     config = kwargs.get("vllm_config") or next(each for each in args if hasattr(each, "parallel_config"))
     answers_http = _answers_http(config, kwargs)
     if answers_http is not None and FOLDER not in os.environ:
@@ -104,9 +114,14 @@ def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[s
     return tuple(keys) or tuple(filter(None, [environment.get("VLLM_API_KEY")]))
 
 
-@replacement
+@ours(
+    "report-start",
+    f"{SCHEDULER}.__init__",
+    why="what an engine is has to be known before its first request",
+    mentions=("self.vllm_config = vllm_config", "self.requests: dict[str, Request] = {}"),
+    relies_on=(Shape(f"{SCHEDULER}.get_request_counts", "self"),),
+)
 def report_from_the_start(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
-    """Replacement of `Scheduler.__init__`: what the engine is, is known before its first request."""
     original(self, *args, **kwargs)
     folder = os.environ.get(FOLDER)
     if folder:
@@ -121,7 +136,14 @@ def report_from_the_start(self: Any, *args: Any, original: Function, **kwargs: A
         reporter.send()
 
 
-@replacement
+@Patch(
+    "report",
+    f"{SCHEDULER}.make_stats",
+    why="the counts have to reach the process that the gateway reads them from",
+    until="vLLM lets plugins add to what its engines send",
+    mentions=("return SchedulerStats(",),
+    relies_on=(Shape(f"{SCHEDULER}.update_from_output", mentions=("stats := self.make_stats(",)),),
+)
 def report_with_stats(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `Scheduler.make_stats`, called at the end of each step, also with `--disable-log-stats`."""
     reporter = getattr(self, REPORTS, None)
@@ -130,9 +152,12 @@ def report_with_stats(self: Any, *args: Any, original: Function, **kwargs: Any) 
     return original(self, *args, **kwargs)
 
 
-@replacement
+@ours(
+    "report-reset",
+    f"{SCHEDULER}.reset_prefix_cache",
+    why="no step may follow an emptied cache for hours",
+)
 def report_resets(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
-    """Replacement of `Scheduler.reset_prefix_cache`, which no step may follow for hours."""
     emptied = original(self, *args, **kwargs)
     reporter = getattr(self, REPORTS, None)
     if reporter is not None:
@@ -140,7 +165,12 @@ def report_resets(self: Any, *args: Any, original: Function, **kwargs: Any) -> A
     return emptied
 
 
-@replacement
+@ours(
+    "reports-found",
+    f"{SCHEDULER}.get_kv_event_publisher_config",
+    why="a gateway knows a worker by the address of its HTTP server, and reports are read at another one",
+    parameters="self",
+)
 def tell_where(self: Any, *, original: Function) -> Any:
     """Replacement of `Scheduler.get_kv_event_publisher_config`, by which every frontend answers `/kv_event_sources`.
 

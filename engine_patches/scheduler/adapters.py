@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import ADAPTER, ADAPTERS, TAG
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import CORE, KV_CACHE_MANAGER, KV_CACHE_UTILS, Function, Shape, cure
 
 logger = logging.getLogger("vllm.seamark")
 
@@ -261,7 +261,29 @@ def _name(request: Any, adapter: Adapter | None) -> None:
         request.update_block_hashes()
 
 
-@replacement
+adapter = functools.partial(
+    cure,
+    upstream="vllm#42125, #48352, #30931; vLLM warns of it when it loads in place",
+    until="vLLM's block hashes hold what an adapter contains",
+)
+
+
+@adapter(
+    "adapter-contents",
+    f"{KV_CACHE_UTILS}:_gen_lora_extra_hash_keys",
+    why="an adapter that is loaded again from its path is answered from what its old weights have computed",
+    parameters="request",
+    mentions=('return [("lora", lora_request.lora_name, lora_request.lora_path)]',),
+    relies_on=(
+        Shape(f"{KV_CACHE_UTILS}:generate_block_hash_extra_keys", mentions=("_gen_lora_extra_hash_keys(request)",)),
+        Shape(f"{KV_CACHE_UTILS}:to_event_extra_keys", mentions=("key[1] for key in keys",)),
+        Shape(
+            "vllm.v1.request:Request.__init__",
+            mentions=("self.block_hashes: list[BlockHash] = []", "self.lora_request = lora_request"),
+        ),
+        Shape("vllm.v1.request:Request.update_block_hashes", mentions=("self._block_hasher(self)",)),
+    ),
+)
 def hash_contents(request: Any, *, original: Function) -> Any:
     """Replacement of `_gen_lora_extra_hash_keys`. In KV events vLLM goes on giving an adapter's name alone."""
     keys = original(request)
@@ -271,7 +293,13 @@ def hash_contents(request: Any, *, original: Function) -> Any:
     return [(*key, getattr(request, TAG)) for key in keys]
 
 
-@replacement
+@adapter(
+    "adapter-of-request",
+    f"{CORE}.preprocess_add_request",
+    why="a request is hashed by the contents that its engine has loaded",
+    parameters="self, request",
+    mentions=("Request.from_engine_core_request(request, self.request_block_hasher)",),
+)
 def know_adapters_of_requests(self: Any, request: Any, *, original: Function) -> Any:
     """Replacement of `EngineCore.preprocess_add_request`, where requests get their hashes, beside the engine's loop."""
     token = _asked.set(_adapters(self))
@@ -281,6 +309,24 @@ def know_adapters_of_requests(self: Any, request: Any, *, original: Function) ->
         _asked.reset(token)
 
 
+@adapter(
+    "adapter-loads",
+    f"{CORE}.add_lora",
+    why="what a load has read is what the workers hold from then on",
+    parameters="self, lora_request",
+    mentions=("self.model_executor.add_lora(lora_request)",),
+    relies_on=(
+        Shape(f"{CORE}.list_loras", "self"),
+        Shape(
+            "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter",
+            mentions=("lora_request.lora_int_id not in self.list_adapters()", "or lora_request.load_inplace"),
+        ),
+        Shape(
+            "vllm.lora.lora_model:LoRAModel.from_local_checkpoint",
+            mentions=("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"),
+        ),
+    ),
+)
 def note_loads(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement of `EngineCore.add_lora`, through which every API server loads adapters, into every rank."""
 
@@ -295,7 +341,13 @@ def note_loads(original: Callable[..., Any]) -> Callable[..., Any]:
     return add_lora
 
 
-@replacement
+@adapter(
+    "adapter-admission",
+    f"{CORE}.add_request",
+    why="a load may come between a request's hashes and its place in the queue, or with the request itself",
+    parameters="self, request, request_wave",
+    mentions=("self.scheduler.add_request(request)",),
+)
 def admit_by_adapter(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `EngineCore.add_request`.
 
@@ -332,9 +384,19 @@ def _tell(engine: Any, adapter: Adapter | None) -> None:
         states.adapter_replaced(adapter.key.name)
 
 
-@replacement
+@adapter(
+    "adapter-lookup",
+    f"{KV_CACHE_MANAGER}.get_computed_blocks",
+    why="a load may come while a request waits, and before it is resumed",
+    mentions=("request.block_hashes",),
+)
+@adapter(
+    "adapter-lookup-connector",
+    f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
+    why="KV connectors look up in a way of their own",
+    mentions=("request.block_hashes",),
+)
 def look_up_by_adapter(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
-    """Replacement of both lookups of `KVCacheManager`: while a request has waited, its adapter may have changed."""
     adapter = getattr(request, ADAPTER, None)
     if adapter is not None and not adapter.computes(request.lora_request):
         _name(request, None)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import LOCAL_HIT, WATCHES
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import KV_CACHE_MANAGER, MANAGERS, POOL, Function, Patch, Shape, ours
 from engine_patches.scheduler.planner import Grid
 
 
@@ -166,7 +166,17 @@ class Watch:
         self._cached = self._pool.cached_block_hash_to_block
 
 
-@replacement
+@ours(
+    "evicted-states",
+    f"{POOL}._remove_cached_block_hashes",
+    why="a gateway that believes a prefix is held has to learn when it is evicted",
+    upstream="KV events, for listeners on a socket of their own that compute vLLM's hashes",
+    parameters="self, block",
+    mentions=("removed_hashes.append(block_hash)", "return removed_hashes"),
+    relies_on=(
+        Shape(f"{POOL}._maybe_evict_cached_block", mentions=("evicted_hashes = self._remove_cached_block_hashes(",)),
+    ),
+)
 def watch_removed_keys(self: Any, block: Any, *, original: Function) -> Any:
     """Replacement of `BlockPool._remove_cached_block_hashes`, through which every key leaves the cache."""
     removed = original(self, block)
@@ -176,7 +186,21 @@ def watch_removed_keys(self: Any, block: Any, *, original: Function) -> Any:
     return removed
 
 
-@replacement
+@Patch(
+    "attention-keys",
+    f"{MANAGERS}:FullAttentionManager.cache_blocks",
+    why="without an attention key at the same position a state cannot be reached",
+    until="vLLM keeps keys at every checkpoint position",
+    parameters="self, request, num_tokens, retention_interval, replay_boundaries",
+    mentions=("self._cache_partial_tail_block(request, num_tokens)",),
+    relies_on=(
+        Shape(
+            f"{MANAGERS}:SingleTypeKVCacheManager._apply_cow",
+            mentions=("self._pending_cow_copies.append((source_block, cow_block))",),
+        ),
+        Shape(f"{POOL}._insert_block_hash", mentions=("self.cached_block_hashes_by_block.setdefault",)),
+    ),
+)
 def keep_hinted_keys(self: Any, request: Any, num_tokens: int, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `FullAttentionManager.cache_blocks`: keys that lead to a state survive vLLM's own longer ones."""
     checkpoints = getattr(self, "seamark", None)
@@ -208,7 +232,20 @@ def keep_hinted_keys(self: Any, request: Any, num_tokens: int, *args: Any, origi
     keep_attention_keys(self, request, filter(needs_key, positions))
 
 
-@replacement
+@Patch(
+    "written-rows",
+    f"{KV_CACHE_MANAGER}.get_computed_blocks",
+    why="a partial hit must not copy a block that another request of the same step is about to fill",
+    upstream="unreported; vLLM defers such a request only if state and rows are registered together",
+    until="vLLM defers partial hits on any block registered in the same step",
+    mentions=("self.empty_kv_cache_blocks, 0, 0", "return blocks, num_new_computed_tokens,"),
+    relies_on=(
+        Shape(
+            "vllm.v1.core.block_pool:BlockHashToBlockMap.insert",
+            mentions=("self._cache[key] = {blocks.block_id: blocks, block.block_id: block}",),
+        ),
+    ),
+)
 def avoid_unwritten_rows(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `KVCacheManager.get_computed_blocks`.
 
@@ -230,11 +267,17 @@ def look_up(manager: Any, request: Any, at_most: int) -> Any:
     return found if _avoids_unwritten_rows(manager, request, *found[:2]) else (manager.empty_kv_cache_blocks, 0, 0)
 
 
-@replacement
+@Patch(
+    "written-rows-connector",
+    f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
+    why="KV connectors look up in a way of their own, and must not copy such a block either",
+    upstream="see written-rows",
+    until="as written-rows",
+    mentions=("return *self.get_computed_blocks(request", "return blocks, num_local, 0,"),
+)
 def avoid_unwritten_rows_with_a_connector(
     self: Any, request: Any, *args: Any, original: Function, **kwargs: Any
 ) -> Any:
-    """Replacement of `KVCacheManager.get_computed_blocks_for_connector`, which looks up without the other."""
     found = original(self, request, *args, **kwargs)
     if _avoids_unwritten_rows(self, request, *found[:2]):
         return found

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import SCHEDULER, Function, Patch, Shape
 from engine_patches.scheduler.planner import CLOSEST, NEAR, Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
@@ -282,7 +282,26 @@ def _is_coming(leader: Any, position: int) -> bool:
     return bool(leader.status == RequestStatus.RUNNING)
 
 
-@replacement
+@Patch(
+    "fan-out",
+    f"{SCHEDULER}._handle_blocked_waiting_request",
+    why="a request waits while a running one computes its prefix, if that saves time",
+    upstream="RFC vllm#55697 holds followers too",
+    until="vLLM shares a cold prefix among requests",
+    parameters="self, request",
+    mentions=("return True", "return False"),
+    relies_on=(
+        Shape(
+            f"{SCHEDULER}.schedule",
+            mentions=(
+                "self._handle_blocked_waiting_request(request)",
+                "self.max_num_scheduled_tokens",
+                "self.max_num_running_reqs",
+                "self.scheduler_config.long_prefill_token_threshold",
+            ),
+        ),
+    ),
+)
 def hold_followers(self: Any, request: Any, *, original: Function) -> bool:
     """Replacement of `Scheduler._handle_blocked_waiting_request`: False keeps one request waiting, and only that."""
     from vllm.v1.request import RequestStatus

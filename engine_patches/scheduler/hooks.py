@@ -23,7 +23,7 @@ from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ConnectorLane
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import Function, Patch, Shape, ours
 from engine_patches.scheduler import draft_windows, not_kept, refusals, transfers
 from engine_patches.scheduler.cache_keys import HeldKeys, keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
@@ -67,7 +67,16 @@ def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> 
     return math.lcm(match_unit, *(kernel_chunk(spec, vllm_config) for spec in specs))
 
 
-@replacement
+@Patch(
+    "match-unit",
+    f"{ledger.KV_CACHE_UTILS}:resolve_kv_cache_block_sizes",
+    why="prefixes of hybrids are matched by blocks of 500 to 8,000 tokens unless the user asks for less",
+    upstream="--prefix-match-unit",
+    until="vLLM defaults to a fine unit for hybrids",
+    parameters="kv_cache_config, vllm_config",
+    mentions=("cache_config.prefix_match_unit", "raise ValueError"),
+    rebind=("vllm.v1.engine.core",),
+)
 def default_to_fine_unit(kv_cache_config: Any, vllm_config: Any, *, original: Function) -> Any:
     """Replacement of `resolve_kv_cache_block_sizes`: if the user set nothing, hybrids get a fine unit.
 
@@ -96,7 +105,20 @@ def default_to_fine_unit(kv_cache_config: Any, vllm_config: Any, *, original: Fu
     return coarse
 
 
-@replacement
+@Patch(
+    "checkpoints-set-up",
+    f"{ledger.SCHEDULER}.__init__",
+    why="hints and states need one place that knows them, and states are kept between block edges too",
+    until="vLLM takes checkpoint positions from requests (RFC vllm#55697)",
+    mentions=(
+        "self.hash_block_size = hash_block_size",
+        "self.mamba_partial_cache_hit = (",
+        "self.mamba_shared_prefix_checkpoint = (",
+        "self.use_eagle_block_drop",
+        "self.num_spec_tokens",
+    ),
+    relies_on=(Shape(f"{ledger.KV_CACHE_MANAGER}.__init__", mentions=("manager.shared_prefix_checkpoint",)),),
+)
 def set_up_checkpoints(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `Scheduler.__init__`: every scheduler and its cache managers share one `Checkpoints`."""
     from vllm.v1.core.single_type_kv_cache_manager import MambaManager
@@ -363,7 +385,25 @@ def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
         scheduler.mamba_has_prefill_checkpoint_blocks = False
 
 
-@replacement
+@Patch(
+    "tail-states",
+    f"{ledger.MANAGERS}:MambaManager._cache_partial_tail_block",
+    why="the state at a chunk's end is written like any other, into a block of its own",
+    until="vLLM writes states at any position inside a pass",
+    parameters="self, request, num_tokens, retention_interval",
+    mentions=(
+        "self.shared_prefix_checkpoint",
+        "num_tokens == request.shared_prefix_boundary",
+        "request.num_computed_tokens < num_tokens <= request.num_prompt_tokens",
+        "self._partial_hit_reqs[request.request_id] = (block_idx, source_block)",
+    ),
+    relies_on=(
+        Shape(
+            f"{ledger.MANAGERS}:MambaManager._needs_internal_checkpoint",
+            mentions=("self.has_prefill_checkpoint_blocks",),
+        ),
+    ),
+)
 def count_tail_states(self: Any, request: Any, num_tokens: int, retention_interval: Any, *, original: Function) -> Any:
     """Replacement of `MambaManager._cache_partial_tail_block`: nothing inside a pass; else its states are counted."""
     checkpoints: Any = getattr(self, "seamark", None)
@@ -379,7 +419,13 @@ def count_tail_states(self: Any, request: Any, num_tokens: int, retention_interv
     return key
 
 
-@replacement
+@Patch(
+    "hit-count",
+    f"{ledger.KV_CACHE_MANAGER}.record_prefix_cache_stats",
+    why="requests that resume from a checkpoint are counted",
+    until="vLLM counts them",
+    parameters="self, request, num_hits",
+)
 def count_hits(self: Any, request: Any, num_hits: int, *, original: Function) -> None:
     """Replacement of `KVCacheManager.record_prefix_cache_stats`, called once for each admitted request."""
     original(self, request, num_hits)
@@ -393,9 +439,13 @@ def count_hits(self: Any, request: Any, num_hits: int, *, original: Function) ->
         checkpoints.admitted(request, num_hits + loaded, loaded)
 
 
-@replacement
+@ours(
+    "cache-reset",
+    f"{ledger.SCHEDULER}.reset_prefix_cache",
+    why="emptying the cache fails while blocks of a running step's states are held",
+    mentions=("self.kv_cache_manager.reset_prefix_cache()",),
+)
 def release_before_reset(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
-    """Replacement of `Scheduler.reset_prefix_cache`, which fails while any block is held."""
     checkpoints: Checkpoints = self.seamark
     checkpoints.before_reset()
     if (states := checkpoints.states) is None:
@@ -411,7 +461,13 @@ def release_before_reset(self: Any, *args: Any, original: Function, **kwargs: An
     return emptied
 
 
-@replacement
+@Patch(
+    "changed-weights",
+    f"{ledger.CORE}.collective_rpc",
+    why="weights that are changed while the engine runs are no longer those that its states are known by",
+    until="vLLM names what it has loaded by its contents",
+    parameters="self, method, timeout, args, kwargs",
+)
 def forget_weights_that_may_change(self: Any, method: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `EngineCore.collective_rpc`, by which vLLM and trainers reload and update weights."""
     checkpoints = getattr(getattr(self, "scheduler", None), "seamark", None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import KV_CACHE_MANAGER, POOL, SCHEDULER, Function, Patch, Shape
 from engine_patches.scheduler.cache_keys import HeldKeys, Watch
 
 logger = logging.getLogger("vllm.seamark")
@@ -216,9 +216,30 @@ class ResumableBlocks:
         return [self._block_removed(block_hashes=names, medium=self._pool.medium, group_idx=group)] if names else []
 
 
-@replacement
+@Patch(
+    "kv-events",
+    f"{SCHEDULER}.__init__",
+    why="KV events name attention blocks that no state makes usable; nothing is replaced where they are off",
+    upstream="vllm#44451, #43258; ai-dynamo/dynamo#12169",
+    until="vLLM announces of a hybrid what can be resumed, and indexes go by it",
+    mentions=("self.enable_kv_cache_events = (",),
+    relies_on=(
+        Shape(
+            f"{POOL}.cache_full_blocks",
+            "self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask",
+            mentions=("if blk.is_null or (block_mask is not None and not block_mask[i])",),
+        ),
+        Shape(f"{POOL}.emit_cached_block_events", "self, request, num_cached_blocks, block_size, kv_cache_group_id"),
+        Shape(f"{POOL}.take_events", "self", mentions=("self.kv_event_queue = []",)),
+        Shape(
+            f"{POOL}._build_block_stored_event",
+            mentions=("request.all_token_ids[start_token_idx:end_token_idx]", "extra_keys_list", "self.medium"),
+        ),
+        Shape(f"{POOL}.reset_prefix_cache", mentions=("self.cached_block_hash_to_block = BlockHashToBlockMap()",)),
+        Shape(f"{KV_CACHE_MANAGER}.take_events", "self", mentions=("self.block_pool.take_events()",)),
+    ),
+)
 def announce_resumable_blocks(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
-    """Replacement of `Scheduler.__init__`: if KV events are on, those of a hybrid are ours."""
     original(self, *args, **kwargs)
     states, blocks = self.seamark.states, settings.kv_events()
     if states is None or not self.enable_kv_cache_events or blocks == settings.OFF or not states.keys.attention:

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine_patches import kv_connectors
 from engine_patches.kv_connectors import ConnectorLane
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import CORE, KV_CACHE_MANAGER, Function, Patch, Shape
 from engine_patches.scheduler import hints
 
 TOLD = "told"  # what an engine says that keeps nothing of such a request; another one says why it cannot promise that
@@ -39,9 +39,25 @@ def why_not(vllm_config: Any) -> str:
     return "HiSparse stores it by itself" if hisparse is not None else ""
 
 
-@replacement
+@Patch(
+    "not-kept",
+    f"{CORE}.preprocess_add_request",
+    why="a request that asks for nothing of it to be kept is refused where that cannot be promised",
+    until="vLLM takes requests whose blocks get no keys",
+    parameters="self, request",
+    relies_on=(
+        # By these alone do a request's blocks get keys.
+        Shape(
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
+            "self, request, num_computed_tokens",
+            ("manager.cache_blocks(",),
+        ),
+        Shape(f"{KV_CACHE_MANAGER}.allocate_slots", mentions=("self.coordinator.cache_blocks(request, ",)),
+        Shape(f"{KV_CACHE_MANAGER}.cache_blocks", mentions=("self.coordinator.cache_blocks(request, ",)),
+        Shape(f"{KV_CACHE_MANAGER}.prefix_cache_lookup_enabled", mentions=("request.skip_reading_prefix_cache",)),
+    ),
+)
 def refuse_what_cannot_be(self: Any, request: Any, *, original: Function) -> Any:
-    """Replacement of `EngineCore.preprocess_add_request`: a promise that cannot be held ends the request, in words."""
     keep = hints.keep_in(request)
     if keep not in hints.KEEPS:
         raise _error(f"{hints.KEEP} is one of {', '.join(filter(None, hints.KEEPS))}")

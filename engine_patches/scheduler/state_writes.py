@@ -17,7 +17,7 @@ from typing import Any
 
 from engine_patches.footprint import FOLLOWED_AT, LATE, PLANNED_AT, WRITES
 from engine_patches.forward.step_writes import Write
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import KV_CACHE_UTILS, MANAGERS, POOL, RUNNER_V1, SCHEDULER, Function, Patch, Platform, Shape
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import only_generates
@@ -73,9 +73,20 @@ def _split(original: Callable[..., int], scheduler: Any, *chunk: Any, inside_blo
         scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint = fine
 
 
-@replacement
+@Patch(
+    "chunk-end",
+    f"{SCHEDULER}._mamba_block_aligned_split",
+    why="chunks run to the budget, since states no longer need a chunk's end; if they do, chunks end at hints",
+    upstream="the junction stop of Marconi-style caching",
+    until="vLLM writes states at any position inside a pass",
+    mentions=(
+        "junction = request.shared_prefix_boundary",
+        "if self.mamba_shared_prefix_checkpoint",
+        "junction_stop if start < junction < end else 0",
+    ),
+    relies_on=(Shape("vllm.v1.request:Request.__init__", mentions=("self.shared_prefix_boundary = 0",)),),
+)
 def end_chunk(self: Any, request: Any, num_new_tokens: int, *found: int, original: Function) -> Any:
-    """Replacement of `Scheduler._mamba_block_aligned_split`."""
     # `found`: tokens of the cache, and of a connector, if the request begins.
     checkpoints = self.seamark
     start = request.num_computed_tokens + sum(found)
@@ -101,7 +112,44 @@ def end_chunk(self: Any, request: Any, num_new_tokens: int, *found: int, origina
     return _split(original, self, request, num_new_tokens, *found, inside_blocks=True)
 
 
-@replacement
+@Patch(
+    "step-writes",
+    f"{SCHEDULER}.schedule",
+    why="each wanted state gets a block and its keys, once the step is planned to its end",
+    until="vLLM takes checkpoint positions from requests (RFC vllm#55697)",
+    mentions=("self.kv_cache_manager.new_step_starts()", "self._update_after_schedule(scheduler_output)"),
+    relies_on=(
+        Shape(
+            f"{SCHEDULER}._update_after_schedule",
+            mentions=("request.num_computed_tokens += num_scheduled_token",),
+        ),
+        Shape(f"{POOL}.get_new_blocks", "self, num_blocks"),
+        Shape(f"{POOL}.free_blocks", "self, ordered_blocks"),
+        Shape(
+            f"{POOL}.cache_partial_block",
+            "self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes",
+            mentions=("block.block_hash_num_tokens < num_hash_blocks * self.hash_block_size",),
+        ),
+        # What a connector loads may come before the steps that are running have written.
+        Shape(
+            f"{SCHEDULER}._free_cow_retained_blocks",
+            "self, blocks, fence_seq",
+            (
+                "if not self.defer_block_free or fence_seq <= self.processed_step_seq:",
+                "self.deferred_frees.append((fence_seq, ",
+            ),
+        ),
+        # A state that is given up is put behind others in the list of free blocks.
+        Shape(
+            f"{KV_CACHE_UTILS}:FreeKVCacheBlockQueue.__init__",
+            mentions=(
+                "self.num_free_blocks = ",
+                "self.fake_free_list_head.next_free_block",
+                "self.fake_free_list_tail.prev_free_block",
+            ),
+        ),
+    ),
+)
 def write_after_scheduling(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `Scheduler.schedule`."""
     checkpoints: Checkpoints = self.seamark
@@ -139,7 +187,22 @@ def _emit_events(scheduler: Any, output: Any) -> None:
     events.emit_evictions()
 
 
-@replacement
+@Patch(
+    "late-output",
+    "vllm.v1.executor.uniproc_executor:AsyncOutputFuture.result",
+    why="a step that ended while the next one was launched would be taken for as long as that launch",
+    until="vLLM's scheduler knows its step times",
+    parameters="self, timeout",
+    mentions=("output = self.async_output.get_output()",),
+    relies_on=(
+        Shape(
+            f"{RUNNER_V1}:AsyncGPUModelRunnerOutput.get_output",
+            mentions=("self.async_copy_ready_event.synchronize()",),
+        ),
+        Shape("vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output", mentions=("self.copy_event.synchronize()",)),
+    ),
+    on=Platform.GPU,
+)
 def note_late_output(self: Any, timeout: Any = None, *, original: Function) -> Any:
     """Replacement of `AsyncOutputFuture.result`: mark an output that was there before it was asked for.
 
@@ -154,7 +217,13 @@ def note_late_output(self: Any, timeout: Any = None, *, original: Function) -> A
     return output
 
 
-@replacement
+@Patch(
+    "step-time",
+    f"{SCHEDULER}.update_from_output",
+    why="what a hit or a wait is worth depends on how long a pass takes",
+    until="vLLM's scheduler knows its step times",
+    parameters="self, scheduler_output, model_runner_output",
+)
 def learn_step_time(
     self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, original: Function, **more: Any
 ) -> Any:
@@ -314,7 +383,14 @@ def _generates(request: Any, start: int, num_tokens: int) -> bool:
     return bool(start >= request.num_prompt_tokens and num_tokens <= start + 1)
 
 
-@replacement
+@Patch(
+    "true-states",
+    f"{MANAGERS}:MambaManager.cache_blocks",
+    why="a chunk that runs on past a block's edge leaves no state of the edge behind: no key for it",
+    until="vLLM registers recurrent blocks by the position of their state",
+    parameters="self, request, num_tokens, retention_interval, replay_boundaries",
+    mentions=("if block.is_null or block.block_hash is None:",),
+)
 def keep_only_true_states(
     self: Any, request: Any, num_tokens: int, *args: Any, original: Function, **kwargs: Any
 ) -> Any:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
-from engine_patches.ledger import Function, replacement
+from engine_patches import kv_connectors
+from engine_patches.ledger import Function, Patch
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.earlier_prompts import Latest
 from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
@@ -140,18 +142,34 @@ def introduce(scheduler: Any, checkpoints: Checkpoints, states: States) -> None:
             half.seamark = Transfers(checkpoints, states)
 
 
-@replacement
+handed_over = partial(
+    Patch,
+    upstream="vllm#52234: another prompt's prefill is loaded, and its blocks are cached for the wrong tokens",
+    until="vLLM binds a prefill to its prompt",
+    applies=kv_connectors.hands_over,
+)
+
+
+@Patch(
+    "prefill-end",
+    kv_connectors.PREFILL_END,
+    why="a prefill for another worker ends where a state is kept; its hint counts from the end of the whole prompt",
+    until="vLLM hands over a state that both workers can keep",
+    applies=kv_connectors.hands_over,
+)
 def read_hint_of_the_whole_prompt(self: Any, request: Any, *, original: Function) -> None:
-    """Replacement of `NixlBaseConnectorScheduler._truncate_request_for_prefill`, which takes the last token off."""
     transfers: Transfers | None = getattr(self, "seamark", None)
     if transfers is not None:  # a hint may count from the prompt's end
         transfers.checkpoints.state_of(request).prompt_tokens = request.num_prompt_tokens
     original(self, request)
 
 
-@replacement
+@handed_over(
+    "load-end",
+    kv_connectors.LOAD_END,
+    why="a prefill is loaded by the prompt that it is of, once, and as far as it was computed",
+)
 def load_what_was_computed(self: Any, request: Any, num_computed_tokens: int, *, original: Function) -> Any:
-    """Replacement of `NixlPullConnectorScheduler.get_num_new_matched_tokens`."""
     transfers: Transfers | None = getattr(self, "seamark", None)
     params = request.kv_transfer_params
     if transfers is None or not params:
@@ -172,9 +190,12 @@ def load_what_was_computed(self: Any, request: Any, num_computed_tokens: int, *,
     return 0, False
 
 
-@replacement
+@handed_over(
+    "sent-content",
+    kv_connectors.SENT,
+    why="who loads a prefill has to know of which tokens it is, and until when it is there",
+)
 def name_what_is_sent(self: Any, request: Any, block_ids: Any, *, original: Function) -> Any:
-    """Replacement of `NixlPullConnectorScheduler.request_finished`: parameters of a load bind it to its prompt."""
     transfers: Transfers | None = getattr(self, "seamark", None)
     own = request.kv_transfer_params
     if transfers is not None and own and transfers.is_anothers(request, own):

@@ -19,7 +19,7 @@ from typing import Any
 
 from engine_patches import settings
 from engine_patches.footprint import OWN
-from engine_patches.ledger import Function, replacement
+from engine_patches.ledger import CORE, POOL, SCHEDULER, Function, Shape, ours
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.drafts import CLOSED, ON_TRIAL, OPEN, AcceptedDrafts, DraftGate, LiveAcceptance
@@ -260,7 +260,28 @@ def _ranked(logprobs: Iterable[Any]) -> list[dict[int, float]]:
     return [dict(zip(*row, strict=True)) for table in tables for row in zip(*table, strict=True)]
 
 
-@replacement
+@ours(
+    "own-trial",
+    f"{CORE}Proc.process_input_sockets",
+    why="an engine that drafts asks itself whether hits are right beside its drafts, before it gives any",
+    mentions=("self.input_queue.put_nowait((request_type, request))", "self.preprocess_add_request(req)"),
+    relies_on=(
+        Shape(
+            f"{CORE}Proc.__init__",
+            mentions=("self.has_coordinator = ", "target=self.process_input_sockets", "self.engines_running = "),
+        ),
+        Shape(f"{POOL}.evict_blocks", "self, block_ids"),
+        Shape(f"{POOL}.touch", "self, blocks"),
+        Shape(
+            f"{CORE}Proc._handle_client_request",
+            mentions=("req, request_wave = request", "self.add_request(req, request_wave)", "self.abort_requests("),
+        ),
+        Shape(f"{CORE}.preprocess_add_request", mentions=("return req, request.current_wave",)),
+        Shape(f"{CORE}Proc.is_running", "self"),
+        Shape(f"{CORE}.is_sleeping", "self"),
+        Shape(f"{SCHEDULER}.finish_requests", "self, request_ids, finished_status"),
+    ),
+)
 def try_drafts(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `EngineCoreProc.process_input_sockets`, the thread that an engine core starts once it is made."""
     checkpoints = getattr(self.scheduler, "seamark", None)
