@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +22,7 @@ from typing import Any, NamedTuple
 
 from engine_patches import module_source
 from engine_patches.module_source import ImportHook
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 MARK = "__seamark_original__"  # on a replacement: the function that it replaced
 

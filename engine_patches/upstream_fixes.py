@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -10,12 +9,11 @@ from engine_patches import kv_connectors, ledger
 from engine_patches.families import MAMBA2_MIXER
 from engine_patches.forward.scan_states import kernel_runs, scan_in_runs
 from engine_patches.ledger import Function, Patch, Platform, Shape, ShapeMismatch, cure, exists, holds
+from engine_patches.settings import logger
 
 CPU_PLATFORM = "vllm.platforms.cpu:CpuPlatform"
 
 RESETS_BLOCK_SIZE = Shape(f"{CPU_PLATFORM}.check_and_update_config", mentions=("cache_config.block_size = 128",))
-
-logger = logging.getLogger("vllm.seamark")
 
 
 @cure(

@@ -8,7 +8,6 @@ there.
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import threading
 import time
@@ -26,6 +25,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from engine_patches.disk.files import NOT_WRITTEN, UNREADABLE, LoadCost, NotOurs, RefusedFile, StateFiles
+from engine_patches.settings import logger
 
 READERS = 4  # threads
 
@@ -40,8 +40,6 @@ START_SECONDS = 30.0
 PROBES = 3
 
 _PAGE = SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
-
-logger = logging.getLogger("vllm.seamark")
 
 
 class _Done(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -17,8 +16,7 @@ from engine_patches.forward.scan_states import plan_scan_states, run_layer
 from engine_patches.forward.segments import Segment, plan_segments, take_states_over
 from engine_patches.forward.step_writes import writes_nothing, wrote_states
 from engine_patches.ledger import LAYERS, Function, Platform, Shape, inside, ours, replacement
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 BREAKABLE = "vllm.compilation.breakable_cudagraph"
 

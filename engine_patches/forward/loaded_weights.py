@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 from engine_patches import kv_connectors
 from engine_patches.footprint import WEIGHTS
 from engine_patches.ledger import CORE, Function, Patch
+from engine_patches.settings import logger
 
 # A row of so many words of 32 bits is multiplied by its own number; a step reads so many rows, 16 MiB.
 COLUMNS, ROWS = 4096, 1024
@@ -37,8 +37,6 @@ PART_BYTES = 1 << 20
 SAMPLES, SAMPLE_BYTES = 4, 1024
 
 READERS = 16  # threads
-
-logger = logging.getLogger("vllm.seamark")
 
 
 class Weights(NamedTuple):

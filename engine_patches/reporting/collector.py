@@ -34,8 +34,7 @@ from engine_patches.reporting.addresses import MAX_WAITING, READ_INSIDE, SENT_TO
 from engine_patches.reporting.events_api import EventsEndpoint, feeds, not_found
 from engine_patches.reporting.metrics import CollectedMetrics
 from engine_patches.reporting.report import EngineReport
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 AT_ONCE = 32  # reports that are taken before others in the event loop have their turn
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import socket
 import sys
@@ -22,11 +21,10 @@ from engine_patches.footprint import REPORTS
 from engine_patches.ledger import SCHEDULER, Function, Patch, Shape, ours
 from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
 from engine_patches.scheduler.counters import loads_may_have_changed
+from engine_patches.settings import logger
 
 # How vLLM's list of KV event publishers names one that is none, but where reports are read.
 TOPIC = "seamark"
-
-logger = logging.getLogger("vllm.seamark")
 
 
 @ours(

@@ -8,7 +8,6 @@ may have missed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,8 +20,7 @@ from engine_patches.scheduler import not_kept
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import Counts, GatewayLoad, loads_of_gateways
 from engine_patches.scheduler.states import StateEvent
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 _encode = msgspec.msgpack.Encoder().encode
 

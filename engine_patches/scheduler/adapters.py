@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import math
 import os
 import secrets
@@ -23,8 +22,7 @@ from typing import Any, NamedTuple
 
 from engine_patches.footprint import ADAPTER, ADAPTERS, TAG
 from engine_patches.ledger import CORE, KV_CACHE_MANAGER, KV_CACHE_UTILS, Function, Shape, cure
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # vLLM loads the first that is there

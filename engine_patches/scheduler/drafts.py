@@ -11,7 +11,6 @@ what chance cannot explain makes the trial be repeated.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from engine_patches import settings, speculation
 from engine_patches.footprint import OWN
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal, refused
+from engine_patches.settings import logger
 
 NONE, ON, OFF, ON_TRIAL, OPEN, CLOSED = "", "on", "off", "trial", "open", "closed"
 
@@ -35,8 +35,6 @@ CLEARLY_FINE, CLEARLY_WORSE = 2.0, 4.0
 # 30 looks in a trillion steps, each of which is wrong with a probability of 3.4e-6: once in 9,000 boots at most.
 FEWEST_STEPS, LIVE_CLEARLY_WORSE = 2000, 4.5
 FEWEST_REQUESTS = 30  # of each kind: the steps of one request are alike
-
-logger = logging.getLogger("vllm.seamark")
 
 
 class AcceptedDrafts(NamedTuple):

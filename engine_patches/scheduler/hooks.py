@@ -12,7 +12,6 @@ off each match, so there the unit is fine, and states stay on chunk ends.
 from __future__ import annotations
 
 import inspect
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL, Grid, Reques
 from engine_patches.scheduler.refusals import NO_STATES, GroupRole, Refusal, refused, role_of
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
+from engine_patches.settings import logger
 
 DEFAULT_UNIT = 16  # tokens
 
@@ -42,8 +42,6 @@ UNIT, BLOCK = 16, 64  # tokens, of the toy cache that is checked
 
 # Methods of vLLM's workers that can be called from outside and only read.
 LEAVE_WEIGHTS = ("compute_weight_checksums", "get_model_inspection", "synchronize_device")
-
-logger = logging.getLogger("vllm.seamark")
 
 
 def unit_of(vllm_config: Any) -> int:

@@ -8,7 +8,6 @@ and indexes that know no groups take them for attention. All of it happens where
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,7 @@ from typing import Any
 from engine_patches import settings
 from engine_patches.ledger import KV_CACHE_MANAGER, POOL, SCHEDULER, Function, Patch, Shape
 from engine_patches.scheduler.cache_keys import HeldKeys, Watch
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ once, by the prompt that it is of; what is doubtful is computed. Of deadlines se
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,8 +18,7 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.earlier_prompts import Latest
 from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
 from engine_patches.scheduler.states import States
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 # In the parameters of a prefill: whoever loads it goes by the number of tokens that it says, and not by the prompt's.
 STOPS = "seamark_stops"

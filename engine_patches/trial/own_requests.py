@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from engine_patches.ledger import CORE, POOL, SCHEDULER, Function, Shape, ours
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.drafts import CLOSED, ON_TRIAL, OPEN, AcceptedDrafts, DraftGate, LiveAcceptance
+from engine_patches.settings import logger
 from engine_patches.trial.trial import (
     Facts,
     NoAnswer,
@@ -55,8 +55,6 @@ ATTEMPTS, REST_OF_ATTEMPT = 3, 60.0
 
 LAST_SECONDS = 1.0  # after a trial, until all that is told of its requests was taken away
 LOOKS_AFTER_DOUBT = 100_000  # steps of each kind before clients' requests are looked at once more
-
-logger = logging.getLogger("vllm.seamark")
 
 
 class Sent:
