@@ -170,7 +170,6 @@ class Patch:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Everything that has to hold before the patch may be applied."""
         return Shape(self.target, self.parameters, self.mentions), *self.relies_on
 
     def is_for(self, platform: Platform | None) -> bool:

@@ -67,7 +67,6 @@ class SeamarkConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is un
             self.connector_worker = OffloadingConnectorWorker(spec, vllm_config, kv_cache_config)
 
     def seamark_introduce(self, checkpoints: Checkpoints, pool: Any) -> None:
-        """Let connector and checkpoints of a scheduler know each other."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.introduce(checkpoints, pool)
 

@@ -99,7 +99,6 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         return key in self._index
 
     def is_written(self, key: bytes) -> bool:
-        """Whether a file for a key is going to be there."""
         return key in self._being_written
 
     @property
@@ -109,7 +108,6 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the files that this process may load."""
         return len(self._index) * self._files.file_bytes
 
     def take_counts(self) -> tuple[Counter[str], int]:

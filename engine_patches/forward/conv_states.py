@@ -185,7 +185,6 @@ def _of_all_rows(_: Any, common: Any, options: dict[str, Any], wanted: Wanted, g
 
 
 def _of_prompts(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping[str, int]) -> StatePlan | None:
-    """A `Plan`."""
     if (first := first_prompt(metadata, common, wanted)) is None:
         return None
     places = {row: row - first for row, _ in wanted}

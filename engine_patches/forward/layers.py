@@ -34,12 +34,10 @@ class PromisedShapes(tuple[tuple[int, ...], ...]):
 
 
 def promise(spec: Any) -> None:
-    """Mark a `MambaSpec`."""
     object.__setattr__(spec, "shapes", PromisedShapes(spec.shapes))  # frozen
 
 
 def is_promised(spec: Any) -> bool:
-    """Whether the states of a layer with this spec can be written inside a pass."""
     return isinstance(spec.shapes, PromisedShapes)
 
 

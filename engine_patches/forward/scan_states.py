@@ -214,7 +214,6 @@ def run_layer(layer: Any, core: Function, states: KeptStates, metadata: Any, pro
 
 
 def _planned(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping[str, int]) -> StatePlan | None:
-    """A `Plan`."""
     from vllm.platforms import current_platform
 
     if (first := first_prompt(metadata, common, wanted)) is None:

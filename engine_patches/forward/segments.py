@@ -65,7 +65,6 @@ class _SegmentPlan(NamedTuple):
 def plan_segments(
     self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, original: Function, **kwargs: Any
 ) -> Any:
-    """Replacement of `build` of a recurrent backend's metadata builder."""
     # Planned from what vLLM's own build was given: it may clear flags in place.
     metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
     step = running_step()

@@ -55,7 +55,6 @@ class Step:
         return {row: self.writes[name] for row, name in enumerate(names) if name in self.writes}
 
     def wrote(self, layer: str) -> None:
-        """A layer has written its part of all states."""
         self._written.add(layer)
 
     def check(self) -> None:

@@ -94,8 +94,6 @@ def report_of(scheduler: Any, constant: Mapping[str, Any], loads: dict[str, Gate
 
 
 class Reporter:
-    """Of one scheduler."""
-
     def __init__(self, scheduler: Any, address: str) -> None:
         """`address`: ZeroMQ's, of the collector."""
         self._scheduler = scheduler

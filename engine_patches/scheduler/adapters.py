@@ -35,8 +35,6 @@ NOT_YET: Signature = ()  # they may be read here, and have not answered
 
 
 class Key(NamedTuple):
-    """What tells an adapter's states from all others."""
-
     name: str
     path: str
     tag: str  # of the contents
@@ -145,7 +143,6 @@ class Adapters:
         return look.found[0]
 
     def _look(self, lora: Any, seconds: float, *, hashed: bool = False) -> _Look:
-        """A look that is waited for so long."""
         look = _Look(lora, hashed=hashed)
         try:
             thread = self._threads.pop()
@@ -238,7 +235,6 @@ def is_alone(request: Any) -> bool:
 
 
 def adapter_name(request: Any) -> str | None:
-    """Name of a request's adapter, None without one."""
     return getattr(getattr(request, "lora_request", None), "lora_name", None)
 
 
@@ -362,7 +358,6 @@ def admit_by_adapter(self: Any, request: Any, *args: Any, original: Function, **
 
 
 def _loaded(engine: Any, request: Any) -> Adapter | None:
-    """The adapter of a request that loads it."""
     import msgspec
 
     lora, adapters = request.lora_request, _adapters(engine)

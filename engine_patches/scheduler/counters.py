@@ -66,8 +66,6 @@ class Counts(Struct, kw_only=True, omit_defaults=True):
 
 
 class Counters:
-    """Counts events until a report takes them."""
-
     def __init__(self) -> None:
         self.counts = Counts()
         self.disk_bytes = 0  # of states in files
@@ -109,8 +107,6 @@ class Counters:
 
 
 class GatewayLoad(NamedTuple):
-    """What a gateway has an engine do."""
-
     requests: int  # under way
     prefill_tokens: int  # of their prompts, still to be computed
 

@@ -137,7 +137,6 @@ class Acceptance:
         self.steps, self.accepted = [0, 0], [0, 0]  # by whether the rows were there
 
     def add(self, rows: bool, steps: int, accepted: int) -> None:
-        """A request has verified drafts in so many steps."""
         self.steps[rows] += steps
         self.accepted[rows] += accepted
         if self.steps[rows] > MOST_STEPS:

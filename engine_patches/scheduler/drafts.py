@@ -38,8 +38,6 @@ FEWEST_REQUESTS = 30  # of each kind: the steps of one request are alike
 
 
 class AcceptedDrafts(NamedTuple):
-    """Drafts of one answer or several."""
-
     steps: int = 0  # that verified drafts
     tokens: int = 0  # drafts that were right
 
@@ -83,8 +81,6 @@ def judge_pairs(pairs: Sequence[AcceptedPair], *, is_last: bool) -> PairedFindin
 
 @dataclass
 class _Sums:
-    """Requests of one kind."""
-
     requests: int = 0
     steps: int = 0
     tokens: int = 0
@@ -132,8 +128,6 @@ class LiveAcceptance:
 
 @dataclass
 class DraftGate:
-    """Of one scheduler."""
-
     state: str = NONE  # without drafts
     why: str = ""  # it is closed, in words
     figures: str = ""  # of the trial, in words

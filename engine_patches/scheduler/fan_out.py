@@ -54,8 +54,6 @@ class ExpectedState(NamedTuple):
 
 @dataclass
 class Wait:
-    """A request that is held back."""
-
     since: float  # seconds, by the gate's clock
     leader: str  # id
     leaders: int  # waited for so far

@@ -321,7 +321,6 @@ def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> N
 
 
 def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool) -> States:
-    """Those of a scheduler whose `recurrent` managers keep them."""
     manager = scheduler.kv_cache_manager
     attention = [each for each in manager.coordinator.single_type_managers if role_of(each) is GroupRole.ATTENTION]
     groups = [_group_of(scheduler, each) for each in recurrent]

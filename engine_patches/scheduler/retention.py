@@ -44,7 +44,6 @@ class KeptState:
 
     @property
     def cached(self) -> bool:
-        """Its blocks still hold it."""
         return all(block.block_hash == key for block, key in zip(self.blocks, self.keys, strict=True))
 
 

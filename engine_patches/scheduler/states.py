@@ -36,8 +36,6 @@ NOT_CACHED = "not_cached"  # nothing of it is in the cache: shorter than a match
 
 
 class Pin(NamedTuple):
-    """What one pin holds."""
-
     keys: tuple[bytes, ...]  # of the cache, in the prompt's order
     blocks: list[Any]  # vLLM's KVCacheBlock
     adapter: str | None = None  # name of the LoRA adapter that has computed them
@@ -208,8 +206,6 @@ class StateEvents:
 
 
 class StateStore(Protocol):
-    """What keeps states beyond the cache."""
-
     def offer(self, request: Any, position: int, used: bool = True) -> None:
         """The request's state at `position` is cached; `used`: a request resumed from it, or it is pinned."""
 
@@ -301,7 +297,6 @@ class States:
         self.retention.continued(key, earlier, others)
 
     def add_written(self, key: bytes) -> None:
-        """The state under `key` was counted as written."""
         self.written.add(key, (key,))
         self.written.remove_oldest(MAX_WRITTEN)
 

@@ -87,7 +87,6 @@ class Transfers:
         return _name_of(params) in self._taken and not self.checkpoints.state_of(request).loaded
 
     def _refusal(self, request: Any, params: Mapping[str, Any]) -> str:
-        """Why a transfer is not taken, "" if it is."""
         if any(params.get(name) is None for name in _ADDRESS):
             return NOT_WHOLE
         if (transfer := _name_of(params)) in self._taken:

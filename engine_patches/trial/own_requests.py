@@ -379,7 +379,6 @@ class Turns:
             self._own.wait(self._own.send(TrialQuestion([1, 2], tokens=1)))
 
     def close(self, why: str) -> None:
-        """Hints are off from now on."""
         gate = self._gate
         gate.why, gate.state = why, CLOSED
         self._checkpoints.refusal = gate.refusal
