@@ -19,9 +19,9 @@ from engine_patches.scheduler.draft_windows import HEALED, ZEROED
 from engine_patches.scheduler.drafts import AcceptedDrafts, DraftGate, is_own, is_trial
 from engine_patches.scheduler.earlier_prompts import ExpectedJunctions, LadderUse, Outcomes, SeenPrefixes, TurnValue
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.low_priority import LowBlocks
 from engine_patches.scheduler.planner import CheckpointTarget, Grid, Planner, RequestState, TurnEnd, Wish
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
+from engine_patches.scheduler.retention import LowBlocks
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
 
@@ -138,7 +138,7 @@ class Checkpoints:
             wanted.append(CheckpointTarget(edge, planner.SPARE))
             positions.append(edge)
         rungs = 0 if is_own(request) else self.ladder.rungs(tokens - state.resumed_at, self.step_time)
-        if self.states is not None and not self.states.has_idle_for(rungs):
+        if self.states is not None and not self.states.has_idle(rungs, rungs=True):
             rungs = min(rungs, planner.FEW_RUNGS)
         places = self.planner.ladder(self.grid.floor(resumable), positions, felt, rungs)
         return wanted + [CheckpointTarget(place, planner.RUNG) for place in places if start < place <= end]
@@ -167,7 +167,7 @@ class Checkpoints:
         if self.gate is not None:
             state = self.state_of(request)
             start = max(start, state.heals)  # up to there states are held, and rows alone are missing
-            idle = self.states is not None and self.states.has_idle
+            idle = self.states is not None and self.states.has_idle()
             likely = (each for each in self.targets(request) if idle or not self.planner.is_spare(state.wish, each))
             self.gate.expect(request, start, (target.position for target in likely))
 
@@ -180,7 +180,7 @@ class Checkpoints:
         own = before is not None and target.position > before.start
         turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
         spare = self.planner.is_spare(wish, target)
-        rung = target.kind == planner.RUNG or (target.kind == planner.SPARE and not self.states.has_idle)
+        rung = target.kind == planner.RUNG or (target.kind == planner.SPARE and not self.states.has_idle())
         blocks = self.states.reserve(request, target.position, turn, spare=spare, rung=rung, low=wish.is_low)
         if blocks is not None:
             self.state_written(request, blocks[0].block_hash, target.kind)

@@ -29,9 +29,9 @@ from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.draft_windows import DraftWindows, left_out_spec
 from engine_patches.scheduler.drafts import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.low_priority import LowBlocks
 from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL, Grid, RequestState
 from engine_patches.scheduler.refusals import NO_STATES, GroupRole, Refusal, refused, role_of
+from engine_patches.scheduler.retention import LowBlocks
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
 from engine_patches.settings import logger
