@@ -12,8 +12,9 @@ off each match, so there the unit is fine, and states stay on chunk ends.
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,35 +193,23 @@ def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
     """Why a scheduler with `recurrent` managers refuses hints; None if it does not, and has made sure that it can."""
     if (found := refusals.by_scheduler(scheduler, recurrent)) is not None:
         return found
-    try:
-        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-        preflight(windows=bool(draft_windows.windows_among(managers)))
-    except PreflightFailed as error:
-        return refused(NO_STATES, f"this vLLM's cache fails the preflight check: {error}")
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if fault := preflight(windows=bool(draft_windows.windows_among(managers))):
+        return refused(NO_STATES, f"this vLLM's cache fails the preflight check: {fault}")
     if not ledger.rely_on_patches():
         return refused(NO_STATES, "the patches were taken back when a module of vLLM differed; the log says which")
     return None
 
 
-class PreflightFailed(Exception):
-    """vLLM's cache behaves otherwise than Seamark relies on; the message says how."""
-
-
-def preflight(*, windows: bool = False) -> None:
-    """Raise `PreflightFailed` if a toy cache of vLLM's own classes, and a draft head's `windows`, behave otherwise."""
+def preflight(*, windows: bool = False) -> str:
+    """How a toy cache of vLLM's own classes, and a head's `windows`, behave otherwise than relied on; "" if they do not."""
     try:
-        _check()
-        if windows:
-            _check_windows()
-    except PreflightFailed:
-        raise
+        for what, found, wanted in itertools.chain(_cache_facts(), _window_facts() if windows else ()):
+            if found != wanted:
+                return f"{what}: {found!r}, expected {wanted!r}"
     except Exception as error:
-        raise PreflightFailed(f"{type(error).__name__}: {error}") from error
-
-
-def _expect(what: str, found: Any, wanted: Any) -> None:
-    if found != wanted:
-        raise PreflightFailed(f"{what}: {found!r}, expected {wanted!r}")
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _toy(name: str, units: int) -> Any:
@@ -232,7 +221,7 @@ def _toy(name: str, units: int) -> Any:
     )
 
 
-def _check() -> None:
+def _cache_facts() -> Iterator[tuple[str, Any, Any]]:
     import torch
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
@@ -250,26 +239,26 @@ def _check() -> None:
 
     (block,) = pool.get_new_blocks(1)
     pool.cache_partial_block(request, block, 3 * UNIT, recurrent, BLOCK)
-    _expect("a state inside a block is found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT)
+    yield "a state inside a block is found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT
     table = pool.get_new_blocks(2)
     manager = SimpleNamespace(
         req_to_blocks={"toy": table}, block_size=BLOCK, block_pool=pool, kv_cache_group_id=attention
     )
     keep_attention_keys(manager, request, [UNIT, 3 * UNIT])
-    _expect("attention rows inside a block are found at", longest_hit(FullAttentionManager, rows, attention), 3 * UNIT)
+    yield "attention rows inside a block are found at", longest_hit(FullAttentionManager, rows, attention), 3 * UNIT
     pool.cache_full_blocks(request, table, 0, 1, BLOCK, attention)
     keep_attention_keys(manager, request, [UNIT, 3 * UNIT, 5 * UNIT])
     for position in (1, 3, 4, 5):
         found = pool.get_cached_block(request.block_hashes[position - 1], [attention])
-        _expect(f"the block of token {position * UNIT}", found, [table[0] if position <= 4 else table[1]])
+        yield f"the block of token {position * UNIT}", found, [table[0] if position <= 4 else table[1]]
     pool.free_blocks([block, *table])
-    _expect("a freed state is still found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT)
+    yield "a freed state is still found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT
     pool.get_new_blocks(5)
-    _expect("an evicted state is found at", longest_hit(MambaManager, state, recurrent), 0)
-    _expect("evicted attention rows are found at", longest_hit(FullAttentionManager, rows, attention), 0)
+    yield "an evicted state is found at", longest_hit(MambaManager, state, recurrent), 0
+    yield "evicted attention rows are found at", longest_hit(FullAttentionManager, rows, attention), 0
 
 
-def _check_windows() -> None:
+def _window_facts() -> Iterator[tuple[str, Any, Any]]:
     """A request takes over a draft head's rows, or gets new blocks in their place, which are to be zeroed."""
     import torch
     from vllm.v1.core.block_pool import BlockPool
@@ -289,17 +278,17 @@ def _check_windows() -> None:
         return new
 
     new = begins("first", [])
-    _expect("a window that is not held is", manager.req_to_blocks["first"], [pool.null_block, *new])
-    _expect("its blocks to zero are", manager.take_new_block_ids(), [block.block_id for block in new])
+    yield "a window that is not held is", manager.req_to_blocks["first"], [pool.null_block, *new]
+    yield "its blocks to zero are", manager.take_new_block_ids(), [block.block_id for block in new]
     manager.cache_blocks(request, end, replay_boundaries=[])
-    _expect("blocks of a window have keys", [block.block_hash for block in new], [None] * len(new))
+    yield "blocks of a window have keys", [block.block_hash for block in new], [None] * len(new)
     windows.keep(request, RequestState(), [hit])
     keys = windows.keys_at(request, hit)
     found = [pool.cached_block_hash_to_block.get_one_block(key) for key in keys]
-    _expect("the rows before a hit are found in", found, new)
+    yield "the rows before a hit are found in", found, new
     new_for_second = begins("second", [pool.null_block, *new])
-    _expect("a hit takes over", manager.req_to_blocks["second"], [pool.null_block, *new[:2], *new_for_second])
-    _expect("a hit copies", manager.take_pending_cow_copies(), [(new[2], new_for_second[0])])
+    yield "a hit takes over", manager.req_to_blocks["second"], [pool.null_block, *new[:2], *new_for_second]
+    yield "a hit copies", manager.take_pending_cow_copies(), [(new[2], new_for_second[0])]
 
 
 def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> None:
