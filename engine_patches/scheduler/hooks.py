@@ -202,7 +202,7 @@ def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
 
 
 def preflight(*, windows: bool = False) -> str:
-    """How a toy cache of vLLM's own classes, and a head's `windows`, behave otherwise than relied on; "" if they do not."""
+    """How a toy cache of vLLM's own classes, and a head's `windows`, behave otherwise than relied on, or ""."""
     try:
         for what, found, wanted in itertools.chain(_cache_facts(), _window_facts() if windows else ()):
             if found != wanted:
