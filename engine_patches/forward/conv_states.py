@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from engine_patches.footprint import RUNNING, SCAN_STATES
 from engine_patches.forward.segments import drafting_rows, plan_segments
-from engine_patches.forward.step_writes import Write, running_step, upload, wrote_states
+from engine_patches.forward.step_writes import Write, upload, wrote_states
 from engine_patches.ledger import LAYERS, Function, Platform, inside, replacement
 
 
@@ -102,7 +102,7 @@ def plan_states(original: Function, plan: Plan) -> Function:
 
     def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        step = running_step()
+        step = RUNNING.step
         writes = step.writes_by_row(common_attn_metadata.num_reqs) if step is not None else None
         if step is None or not writes:
             return metadata

@@ -95,14 +95,6 @@ def _is_vllms(of_class: type, name: str) -> bool:
     return bool(vars(owner)[name].__module__ == owner.__module__)
 
 
-def _replace_cores(layer: Any) -> None:
-    if (known := _known(layer)) is None:
-        return
-    for core in known.cores:
-        if core not in vars(layer):  # vLLM asks more than once
-            setattr(layer, core, MethodType(CORES[known.kind].build(getattr(type(layer), core)), layer))
-
-
 def _known(layer: Any) -> RecurrentLayer | None:
     """What a layer is one of; a class that nobody has imported has no layers."""
     return next((each for each in INSIDE if isinstance(layer, _class_at(each.path))), None)
@@ -366,9 +358,11 @@ BUILDER_SHAPES = (
 )
 def promise_writes_in_forward(self: Any, vllm_config: Any, *, original: Function) -> Any:
     """Replacement of `MambaBase.get_kv_cache_spec`: whoever promises replaces the layer's own core, and keeps it."""
-    spec = original(self, vllm_config)
-    if spec is not None and _writes_in_forward(self, vllm_config) and ledger.rely_on_patches():
-        _replace_cores(self)
+    spec, known = original(self, vllm_config), _known(self)
+    if spec is not None and known and _writes_in_forward(self, vllm_config) and ledger.rely_on_patches():
+        for core in known.cores:
+            if core not in vars(self):  # vLLM asks more than once
+                setattr(self, core, MethodType(CORES[known.kind].build(getattr(type(self), core)), self))
         promise(spec)
     return spec
 

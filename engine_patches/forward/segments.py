@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine_patches.footprint import PLAN, SCAN_STATES, SEGMENTS
-from engine_patches.forward.step_writes import Write, running_step, upload
+from engine_patches.footprint import PLAN, RUNNING, SCAN_STATES, SEGMENTS
+from engine_patches.forward.step_writes import Write, upload
 from engine_patches.ledger import Function, replacement
 
 
@@ -67,7 +67,7 @@ def plan_segments(
 ) -> Any:
     # Planned from what vLLM's own build was given: it may clear flags in place.
     metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-    step = running_step()
+    step = RUNNING.step
     if step is not None and (writes := step.writes_by_row(common_attn_metadata.num_reqs)):
         levels = []
         drafting = drafting_rows(kwargs, common_attn_metadata.num_reqs)

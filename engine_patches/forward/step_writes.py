@@ -46,16 +46,13 @@ class Step:
     group_of_layer: Mapping[str, int]
     req_ids: Sequence[str] = ()  # of the batch's rows, in order
     _planned: set[str] = field(default_factory=set)  # requests
-    _written: set[str] = field(default_factory=set)  # layers
+    written: set[str] = field(default_factory=set)  # layers that have written their part of all states
 
     def writes_by_row(self, num_rows: int) -> dict[int, Sequence[Write]]:
         """The writes of the batch's first `num_rows` rows, for the rows that have any."""
         names = self.req_ids[:num_rows]
         self._planned.update(names)
         return {row: self.writes[name] for row, name in enumerate(names) if name in self.writes}
-
-    def wrote(self, layer: str) -> None:
-        self._written.add(layer)
 
     def check(self) -> None:
         """Raises `StatesNotWritten` if a request was not planned, or a layer did not write."""
@@ -65,26 +62,19 @@ class Step:
         layers = {layer for layer, group in self.group_of_layer.items() if group in groups}
         if layers and (missing := self.writes.keys() - self._planned):
             raise StatesNotWritten(f"seamark: {len(missing)} requests of this step were not in its batch. {WHAT_NOW}")
-        if missing := layers - self._written:
+        if missing := layers - self.written:
             raise StatesNotWritten(f"seamark: {', '.join(sorted(missing))} kept no states in this step. {WHAT_NOW}")
 
 
 def wrote_states(layer: str) -> None:
     """A layer of the running step has written its part of all states."""
-    if (step := running_step()) is not None:
-        step.wrote(layer)
-
-
-def running_step() -> Step | None:
-    """The step that runs now; None outside of one, and if the scheduler leaves the states to vLLM."""
-    step: Step | None = RUNNING.step
-    return step
+    if RUNNING.step is not None:
+        RUNNING.step.written.add(layer)
 
 
 def writes_nothing() -> bool:
     """Whether a step runs that has no states to write, as most have none."""
-    step = running_step()
-    return step is not None and not step.writes
+    return RUNNING.step is not None and not RUNNING.step.writes
 
 
 @inside(

@@ -343,9 +343,7 @@ def note_loads(original: Callable[..., Any]) -> Callable[..., Any]:
     mentions=("self.scheduler.add_request(request)",),
 )
 def admit_by_adapter(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
-    """Replacement of `EngineCore.add_request`.
-
-    Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
+    """Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
     `load_inplace` has vLLM read the files in each of its steps: here they are read before the first, if they are new.
     """
     lora = request.lora_request

@@ -247,9 +247,7 @@ def keep_hinted_keys(self: Any, request: Any, num_tokens: int, *args: Any, origi
     ),
 )
 def avoid_unwritten_rows(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
-    """Replacement of `KVCacheManager.get_computed_blocks`.
-
-    A prefix that ends inside a block is resumed on a copy of the block, and copies run before the step computes
+    """A prefix that ends inside a block is resumed on a copy of the block, and copies run before the step computes
     anything. A block that another request of the same step fills, itself perhaps a copy, would be copied empty: its
     keys are out already, and vLLM's own deferral misses it if its state is older than its rows.
     """

@@ -310,12 +310,12 @@ def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> N
 
 
 def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool) -> States:
-    manager = scheduler.kv_cache_manager
+    manager, usable = scheduler.kv_cache_manager, _usable_blocks(scheduler)
     attention = [each for each in manager.coordinator.single_type_managers if role_of(each) is GroupRole.ATTENTION]
     groups = [_group_of(scheduler, each) for each in recurrent]
     return States(
         HeldKeys(manager.block_pool, grid, recurrent, attention),
-        _most_pinned(scheduler, settings.pin_share()),
+        max(0, min(int(settings.pin_share() * usable), usable - _longest_blocks(scheduler))),
         in_pass,
         settings.state_share(),
         num_bytes=sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups),
@@ -323,12 +323,6 @@ def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool)
         # held until their step is, too. Without a connector they are free at once, since passes write in order.
         give_back=lambda blocks: scheduler._free_cow_retained_blocks(blocks, scheduler.sched_step_seq),
     )
-
-
-def _most_pinned(scheduler: Any, share: float) -> int:
-    """Blocks that pins may hold: a `share` of the cache, or what the longest request leaves."""
-    usable = _usable_blocks(scheduler)
-    return max(0, min(int(share * usable), usable - _longest_blocks(scheduler)))
 
 
 def _usable_blocks(scheduler: Any) -> int:

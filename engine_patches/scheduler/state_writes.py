@@ -394,9 +394,7 @@ def _generates(request: Any, start: int, num_tokens: int) -> bool:
 def keep_only_true_states(
     self: Any, request: Any, num_tokens: int, *args: Any, original: Function, **kwargs: Any
 ) -> Any:
-    """Replacement of `MambaManager.cache_blocks`.
-
-    vLLM registers every block that a chunk has passed. Only a block that ends where the chunk ends holds the state
+    """vLLM registers every block that a chunk has passed. Only a block that ends where the chunk ends holds the state
     that its key promises. vLLM gets by on chunks that end at block edges; ours run on. Of a step that generates, with
     drafts or without, vLLM itself puts the state of an edge into the edge's block, however many drafts were right.
     """
