@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.footprint import REPORTS
+from engine_patches.footprint import FOLDER, READ_AT, REPORTS, SENT_TO
 from engine_patches.ledger import SCHEDULER, Function, Patch, Shape, ours
-from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
 from engine_patches.scheduler.counters import loads_may_have_changed
 from engine_patches.settings import logger
 

@@ -15,12 +15,13 @@ import msgspec
 import zmq
 
 from engine_patches import kv_connectors
-from engine_patches.reporting.addresses import MAX_WAITING
 from engine_patches.scheduler import not_kept
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import Counts, GatewayLoad, loads_of_gateways
 from engine_patches.scheduler.states import StateEvent
 from engine_patches.settings import logger
+
+MAX_WAITING = 1000  # reports that were sent and not taken: some kilobytes each
 
 _encode = msgspec.msgpack.Encoder().encode
 
