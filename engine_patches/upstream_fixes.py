@@ -27,9 +27,7 @@ RESETS_BLOCK_SIZE = Shape(f"{CPU_PLATFORM}.check_and_update_config", mentions=("
     rebind=(ledger.RUNNER_V1, ledger.RUNNER_V2, "vllm.distributed.kv_transfer.kv_connector.v1.hisparse.worker"),
 )
 def copy_largest_view_first(kv_caches: Any, num_blocks: Any, kv_cache_block_copies: Any, *, original: Function) -> Any:
-    """vLLM's block copy takes the first of several caches that start at one address and skips the others.
-
-    With a layer-major layout a Mamba page and a larger attention page share their start. If only the shorter one is
+    """With a layer-major layout a Mamba page and a larger attention page share their start. If only the shorter one is
     copied, the tail of the attention page is lost, and a request that resumes inside that block computes on someone
     else's keys. With the widest view of each address offered first, the one copy is complete.
     """
@@ -60,11 +58,8 @@ def copy_largest_view_first(kv_caches: Any, num_blocks: Any, kv_cache_block_copi
     on=Platform.CPU,
 )
 def states_at_chunk_ends(original: Function) -> Function:
-    """vLLM promises to export a state from inside one forward pass, but its CPU scan returns final states only: any
-    prompt longer than a block kills the engine with an IndexError.
-
-    When asked for intermediate states, the scan returns the state at each chunk's end. What it does before its kernel
-    it does once for all chunks.
+    """When asked for intermediate states, the scan returns the state at each chunk's end. What it does before its
+    kernel it does once for all chunks.
     """
     if original.__name__ != "_mamba_chunk_scan_combined_fwd_cpu":
         raise ShapeMismatch(f"the scan on a CPU is {original.__name__}, expected the CPU's own")
@@ -94,7 +89,6 @@ def states_at_chunk_ends(original: Function) -> Function:
     applies=lambda: exists(f"{MAMBA2_MIXER.path}.get_kv_cache_spec"),  # Mamba2 promises to export states
 )
 def store_checkpoints_without_triton(checkpoint: Any, *tensors: Any, state_len: int, original: Function) -> None:
-    """The last step of the export is a Triton kernel, and a CPU has none. This is the same in torch."""
     chunk_idx, x, conv_state, chunk_states, ssm_state, query_start_loc = tensors
     offsets, chunks = checkpoint.checkpoint_offsets.tolist(), chunk_idx.tolist()
     starts, blocks = query_start_loc.tolist(), checkpoint.state_indices.tolist()
@@ -117,9 +111,7 @@ def store_checkpoints_without_triton(checkpoint: Any, *tensors: Any, state_len: 
     applies=lambda: holds(RESETS_BLOCK_SIZE),
 )
 def keep_enlarged_block_size(cls: Any, vllm_config: Any, *, original: Function) -> None:
-    """vLLM's CPU platform sets its default block size again after the cache of a hybrid was built with a larger one.
-
-    The scheduler then ends chunks at multiples of 128 while cache blocks are longer, and registers a state from the
+    """The scheduler then ends chunks at multiples of 128 while cache blocks are longer, and registers a state from the
     middle of a block as the state at its end: wrong tokens on the next hit, whenever a prompt takes two chunks.
     """
     enlarged = vllm_config.cache_config.block_size
@@ -168,7 +160,6 @@ def stop_at_the_block_edge_after_a_hit(
     mentions=("self._free_request_blocks(request)", "request.num_computed_tokens = 0"),
 )
 def take_back_uncomputed_keys(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
-    """A request that is preempted in the step that was to compute it must not leave keys of what nobody computes."""
     cache = self.kv_cache_manager
     for manager in cache.coordinator.single_type_managers:
         blocks = manager.req_to_blocks.get(request.request_id, ())

@@ -55,9 +55,8 @@ class Counts(Struct, kw_only=True, omit_defaults=True):
     saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
     spent_seconds: float = 0.0  # time that requests were held back
     requests: list[AdmittedRequest] = field(default_factory=list)
-    pinned: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # requests that are among those, now or earlier, and fates
+    # Requests that are among those, now or earlier, and fates.
+    pinned: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
