@@ -135,11 +135,12 @@ class Shape:
 class Patch:
     """One replaced function: a row of the ledger, which stands over what replaces `target`.
 
-    `parameters` and `mentions` are what the target must look like for that: its parameter names, and words that its
-    source contains. `relies_on` says the same of other functions; what several rows rely on stands in one of them. `on`
-    and `applies` say on which platform and in which versions the row has a meaning. `rebind` lists modules that import
-    the function by name, and may be loaded already. A row without `upstream` serves hints, so upstream has nothing to
-    repair. Of a kind of rows (`cure`, `inside`, ...) is said once what all say.
+    `parameters` and `mentions` are what the target must look like for that: its parameter names (those of what stands
+    there, if it names all), and words that its source contains. `relies_on` says the same of other functions; what
+    several rows rely on stands in one of them. `on` and `applies` say on which platform and in which versions the row
+    has a meaning. `rebind` lists modules that import the function by name, and may be loaded already. A row without
+    `upstream` serves hints, so upstream has nothing to repair. Of a kind of rows (`cure`, `inside`, ...) is said once
+    what all say.
 
     `build` receives the original function and returns its replacement (if the target is a classmethod, both take
     `cls`). It imports no module of vLLM, since it runs while the target's is being imported: the replacement does, when
@@ -163,9 +164,12 @@ class Patch:
 
     def __call__(self, function: Any) -> Callable[[Function], Function]:
         """A decorator: what it stands over is `build`, or makes it, if it takes the `original` by name."""
-        takes_it_by_name = "original" in inspect.getfullargspec(function).kwonlyargs
+        takes = inspect.getfullargspec(function)
+        takes_it_by_name = "original" in takes.kwonlyargs
         build: Callable[[Function], Function] = replacement(function) if takes_it_by_name else function
-        _rows.setdefault(build.__module__, []).append(replace(self, build=build))
+        is_whole = takes_it_by_name and not (takes.varargs or takes.varkw)
+        parameters = ", ".join(takes.args) if is_whole else self.parameters
+        _rows.setdefault(build.__module__, []).append(replace(self, build=build, parameters=parameters))
         return build
 
     @property

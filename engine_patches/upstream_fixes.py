@@ -22,7 +22,6 @@ RESETS_BLOCK_SIZE = Shape(f"{CPU_PLATFORM}.check_and_update_config", mentions=("
     why="copy-on-write of a partial block copies only the shorter of two caches at one address: wrong tokens",
     upstream="PR vllm#55112; same text in 0.32 and 0.33",
     until="vLLM copies the widest view, or tells copied caches apart by address and size",
-    parameters="kv_caches, num_blocks, kv_cache_block_copies",
     mentions=("key = (cache.device, cache.data_ptr())", "if key in seen:"),
     rebind=(ledger.RUNNER_V1, ledger.RUNNER_V2, "vllm.distributed.kv_transfer.kv_connector.v1.hisparse.worker"),
 )
@@ -105,7 +104,6 @@ def store_checkpoints_without_triton(checkpoint: Any, *tensors: Any, state_len: 
     why="the block size of a hybrid is reset after its cache was built: states under wrong keys, wrong tokens",
     upstream="repaired in 0.33; in 0.32 EngineCoreProc._perform_handshakes runs VllmConfig.__post_init__ again",
     until="vLLM leaves a block size alone that the cache was built with",
-    parameters="cls, vllm_config",
     mentions=("elif not cache_config.user_specified_block_size:", *RESETS_BLOCK_SIZE.mentions),
     on=Platform.CPU,
     applies=lambda: holds(RESETS_BLOCK_SIZE),

@@ -45,7 +45,6 @@ def is_promised(spec: Any) -> bool:
     "promise-of-all",
     "vllm.v1.executor.abstract:Executor.get_kv_cache_specs",
     why="a worker that cannot write states inside a pass must keep all others from being asked to",
-    parameters="self",
 )
 def require_promise_of_all(self: Any, *, original: Function) -> Any:
     """Replacement of `Executor.get_kv_cache_specs`, which returns one mapping of layers to specs for each worker.
@@ -352,7 +351,6 @@ BUILDER_SHAPES = (
     f"{LAYERS}.abstract:MambaBase.get_kv_cache_spec",
     why="a worker says that it writes states inside a pass, and does: the recurrent layers of its model get cores "
     "of ours",
-    parameters="self, vllm_config",
     relies_on=CORE_SHAPES,
     also=tuple(f"{layer.path}.{core}" for layer in INSIDE for core in layer.cores),
 )

@@ -191,7 +191,6 @@ def _tensors_in(file: Any, size: int) -> Iterator[tuple[int, int]]:
     why="states that outlive a process, or come from another one, are right for these weights alone",
     until="vLLM names what it has loaded by its contents",
     upstream="none: vLLM's tiers on disk name weights by the model's name",
-    parameters="model, model_config, target_device",
     rebind=(
         "vllm.model_executor.model_loader.base_loader",
         "vllm.model_executor.model_loader.weight_cache.ipc_loader",
@@ -223,7 +222,6 @@ def _try_name_of(model: Any) -> str:
     f"{CORE}._initialize_kv_caches",
     why="the scheduler has to know what the workers have loaded before it finds or keeps a state",
     until="vLLM names what it has loaded by its contents",
-    parameters="self, vllm_config",
     mentions=("self.model_executor.initialize_from_config(kv_cache_configs)",),
 )
 def ask_workers(self: Any, vllm_config: Any, *, original: Function) -> Any:

@@ -124,7 +124,6 @@ def track_batch(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any
     "no-second-export",
     f"{LAYERS}.checkpoint:MambaPrefillCheckpointBuilder.build",
     why="vLLM's own export of one state per request would write into a block that is not meant for it",
-    parameters="self, m, request_rows",
 )
 def skip_vllm_exports(self: Any, m: Any, request_rows: Any, *, original: Function) -> Any:
     return None if RUNNING.step is not None else original(self, m, request_rows)

@@ -166,7 +166,6 @@ def report_resets(self: Any, *args: Any, original: Function, **kwargs: Any) -> A
     "reports-found",
     f"{SCHEDULER}.get_kv_event_publisher_config",
     why="a gateway knows a worker by the address of its HTTP server, and reports are read at another one",
-    parameters="self",
 )
 def tell_where(self: Any, *, original: Function) -> Any:
     """Replacement of `Scheduler.get_kv_event_publisher_config`, by which every frontend answers `/kv_event_sources`.

@@ -266,7 +266,6 @@ adapter = functools.partial(
     "adapter-contents",
     f"{KV_CACHE_UTILS}:_gen_lora_extra_hash_keys",
     why="an adapter that is loaded again from its path is answered from what its old weights have computed",
-    parameters="request",
     mentions=('return [("lora", lora_request.lora_name, lora_request.lora_path)]',),
     relies_on=(
         Shape(f"{KV_CACHE_UTILS}:generate_block_hash_extra_keys", mentions=("_gen_lora_extra_hash_keys(request)",)),
@@ -291,7 +290,6 @@ def hash_contents(request: Any, *, original: Function) -> Any:
     "adapter-of-request",
     f"{CORE}.preprocess_add_request",
     why="a request is hashed by the contents that its engine has loaded",
-    parameters="self, request",
     mentions=("Request.from_engine_core_request(request, self.request_block_hasher)",),
 )
 def know_adapters_of_requests(self: Any, request: Any, *, original: Function) -> Any:

@@ -171,7 +171,6 @@ class Watch:
     f"{POOL}._remove_cached_block_hashes",
     why="a gateway that believes a prefix is held has to learn when it is evicted",
     upstream="KV events, for listeners on a socket of their own that compute vLLM's hashes",
-    parameters="self, block",
     mentions=("removed_hashes.append(block_hash)", "return removed_hashes"),
     relies_on=(
         Shape(f"{POOL}._maybe_evict_cached_block", mentions=("evicted_hashes = self._remove_cached_block_hashes(",)),

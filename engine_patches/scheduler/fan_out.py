@@ -286,7 +286,6 @@ def _is_coming(leader: Any, position: int) -> bool:
     why="a request waits while a running one computes its prefix, if that saves time",
     upstream="RFC vllm#55697 holds followers too",
     until="vLLM shares a cold prefix among requests",
-    parameters="self, request",
     mentions=("return True", "return False"),
     relies_on=(
         Shape(

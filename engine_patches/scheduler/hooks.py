@@ -72,7 +72,6 @@ def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> 
     why="prefixes of hybrids are matched by blocks of 500 to 8,000 tokens unless the user asks for less",
     upstream="--prefix-match-unit",
     until="vLLM defaults to a fine unit for hybrids",
-    parameters="kv_cache_config, vllm_config",
     mentions=("cache_config.prefix_match_unit", "raise ValueError"),
     rebind=("vllm.v1.engine.core",),
 )
@@ -370,7 +369,6 @@ def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
     f"{ledger.MANAGERS}:MambaManager._cache_partial_tail_block",
     why="the state at a chunk's end is written like any other, into a block of its own",
     until="vLLM writes states at any position inside a pass",
-    parameters="self, request, num_tokens, retention_interval",
     mentions=(
         "self.shared_prefix_checkpoint",
         "num_tokens == request.shared_prefix_boundary",
@@ -404,7 +402,6 @@ def count_tail_states(self: Any, request: Any, num_tokens: int, retention_interv
     f"{ledger.KV_CACHE_MANAGER}.record_prefix_cache_stats",
     why="requests that resume from a checkpoint are counted",
     until="vLLM counts them",
-    parameters="self, request, num_hits",
 )
 def count_hits(self: Any, request: Any, num_hits: int, *, original: Function) -> None:
     """Replacement of `KVCacheManager.record_prefix_cache_stats`, called once for each admitted request."""

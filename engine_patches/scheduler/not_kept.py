@@ -44,7 +44,6 @@ def why_not(vllm_config: Any) -> str:
     f"{CORE}.preprocess_add_request",
     why="a request that asks for nothing of it to be kept is refused where that cannot be promised",
     until="vLLM takes requests whose blocks get no keys",
-    parameters="self, request",
     relies_on=(
         # By these alone do a request's blocks get keys.
         Shape(

@@ -192,7 +192,6 @@ def _emit_events(scheduler: Any, output: Any) -> None:
     "vllm.v1.executor.uniproc_executor:AsyncOutputFuture.result",
     why="a step that ended while the next one was launched would be taken for as long as that launch",
     until="vLLM's scheduler knows its step times",
-    parameters="self, timeout",
     mentions=("output = self.async_output.get_output()",),
     relies_on=(
         Shape(
