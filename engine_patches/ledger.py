@@ -16,7 +16,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial, update_wrapper, wraps
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -59,13 +59,16 @@ Function = Callable[..., Any]
 
 
 def replacement(function: Any) -> Callable[[Function], Function]:
-    """A `Patch.build`: the `function` itself, given by name as `original` what it replaces, at no further call."""
+    """A `Patch.build`: the `function` itself, given by name as `original` what it replaces, at no further call.
+
+    What is built has the original's signature: by that vLLM counts and converts what comes to an engine core by name.
+    """
 
     @wraps(function)
     def build(original: Function) -> Function:
         made = FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
         made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "original": original}
-        return made
+        return update_wrapper(made, original, assigned=(), updated=())
 
     return build
 

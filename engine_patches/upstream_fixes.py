@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from engine_patches import kv_connectors, ledger
@@ -63,6 +63,7 @@ def states_at_chunk_ends(original: Function) -> Function:
     if original.__name__ != "_mamba_chunk_scan_combined_fwd_cpu":
         raise ShapeMismatch(f"the scan on a CPU is {original.__name__}, expected the CPU's own")
 
+    @wraps(original)
     def _mamba_chunk_scan_combined_fwd_cpu(x: Any, *args: Any, **options: Any) -> Any:
         if not options.get("return_intermediate_states"):
             return original(x, *args, **options)

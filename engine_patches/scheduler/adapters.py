@@ -305,7 +305,6 @@ def know_adapters_of_requests(self: Any, request: Any, *, original: Function) ->
     "adapter-loads",
     f"{CORE}.add_lora",
     why="what a load has read is what the workers hold from then on",
-    parameters="self, lora_request",
     mentions=("self.model_executor.add_lora(lora_request)",),
     relies_on=(
         Shape(f"{CORE}.list_loras", "self"),
@@ -319,18 +318,13 @@ def know_adapters_of_requests(self: Any, request: Any, *, original: Function) ->
         ),
     ),
 )
-def note_loads(original: Callable[..., Any]) -> Callable[..., Any]:
+def note_loads(self: Any, lora_request: Any, *, original: Function) -> Any:
     """Replacement of `EngineCore.add_lora`, through which every API server loads adapters, into every rank."""
-
-    @functools.wraps(original)  # vLLM converts arguments by its annotations
-    def add_lora(self: Any, lora_request: Any) -> Any:
-        if not lora_request.load_inplace and lora_request.lora_int_id in self.list_loras():
-            return original(self, lora_request)  # loads nothing
-        answer = _adapters(self).load(lora_request, functools.partial(original, self))
-        _tell(self, _adapters(self).of(lora_request))
-        return answer
-
-    return add_lora
+    if not lora_request.load_inplace and lora_request.lora_int_id in self.list_loras():
+        return original(self, lora_request)  # loads nothing
+    answer = _adapters(self).load(lora_request, functools.partial(original, self))
+    _tell(self, _adapters(self).of(lora_request))
+    return answer
 
 
 @adapter(
