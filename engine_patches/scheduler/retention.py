@@ -140,6 +140,11 @@ class Retention:
         if key in self:
             self._windows[key] = list(blocks)
 
+    def pinned(self, keys: Iterable[bytes]) -> None:
+        """What was given up of the states under these keys is of use to somebody, and goes first no more."""
+        for key in self._released.keys() & keys:
+            self._forget(key)
+
     def make_room(self, num_blocks: int) -> bool:
         """Release states until `num_blocks` more fit into the share. False if even that does not help."""
         if num_blocks > self._limit:

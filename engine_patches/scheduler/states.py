@@ -330,6 +330,7 @@ class States:
         prompt = self.keys.grid.hash_of(request, request.num_prompt_tokens)
         fate = self.pins.pin(prompt, itertools.chain(*found.values(), *windows), adapter_name(request))
         if fate == PINNED:
+            self.retention.pinned(itertools.chain(*found.values()))
             self.offer(request, found)
         return fate
 
