@@ -28,8 +28,6 @@ class Ranked(Protocol):
 
 
 class Discrepancy(NamedTuple):
-    """How an answer differs from a reference."""
-
     token: int | None  # index of the first token that differs
     error: float  # largest difference of a logprob, up to and including that token: half a lost tie's gap at least
 

@@ -21,8 +21,6 @@ class Shown(enum.StrEnum):
 
 
 class StateKind(NamedTuple):
-    """A kind of recurrent state."""
-
     name: str
     backend: str  # in vLLM's `MambaAttentionBackendEnum`
     chunk: int = 1  # tokens that every kernel vLLM has for it computes at once, from where a pass begins; 1: any
@@ -52,12 +50,10 @@ class RecurrentLayer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the class."""
         return self.path.rpartition(":")[2]
 
     @property
     def cores(self) -> Sequence[str]:
-        """Its methods that are replaced."""
         return tuple(filter(None, (self.core, self.core_on_cpu)))
 
 

@@ -1,4 +1,4 @@
-"""The names under which Seamark leaves something on vLLM's objects, and in globals of the forward pass.
+"""The names under which Seamark leaves something on vLLM's objects, in globals and in the environment.
 
 What hangs on an object goes with it. Beside these names some of vLLM's own fields are set to other values:
 
@@ -10,7 +10,7 @@ What hangs on an object goes with it. Beside these names some of vLLM's own fiel
     MambaSpec          shapes: equal, with the promise of a layer (`forward.layers`)
     recurrent layers   the method that is their core (`families`)
     their builders     build, update_block_table (`forward.layers`)
-    BlockPool          four methods, if KV events are ours (`scheduler.kv_events`); the order of blocks that are free
+    BlockPool          free_blocks; four methods, if KV events are ours (`scheduler.kv_events`); the order of free blocks
     Request            shared_prefix_boundary; lora_request; block_hashes of an adapter's prompt, made anew; the end of
                        a prompt that is prefilled for another worker; kv_transfer_params of one that is taken
     KVTransferConfig   kv_connector_extra_config, of our own connectors
@@ -51,6 +51,12 @@ GROUPS = "_seamark_groups"  # on a model runner: the cache group of each layer, 
 SCAN_STATES = "seamark_scan_states"  # what to keep of the step's scan, or of the inputs of its convolution
 SEGMENTS = "seamark_segments"  # how its tokens are run
 PLAN = "seamark_plan"  # what other cache groups need to make their segments
+
+# In the environment of the processes that the one which starts the engines starts, for their reports.
+FOLDER = "SEAMARK_INTERNAL_REPORTS"  # of this user's own, in which two sockets are:
+SENT_TO = "sent"  # where engines send reports, by ZeroMQ
+READ_INSIDE = "read"  # where other processes of the same server read them
+READ_AT = "SEAMARK_INTERNAL_REPORTS_READ_AT"  # HOST:PORT where gateways do
 
 
 @dataclass

@@ -195,7 +195,6 @@ def _connectors_in(transfer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _lane_of(transfer: Mapping[str, Any], on_cpu: bool) -> tuple[ConnectorLane, str]:
-    """The lane of one connector, and why it is not a better one."""
     if transfer["kv_connector"] == OWN and transfer.get("kv_connector_module_path") == OWN_MODULE:
         return ConnectorLane.INSIDE, ""
     # A module of one's own may hold a class of any name.

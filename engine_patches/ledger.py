@@ -13,27 +13,36 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
-import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial, update_wrapper, wraps
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from engine_patches import module_source
 from engine_patches.module_source import ImportHook
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 MARK = "__seamark_original__"  # on a replacement: the function that it replaced
 
 NAME = "__seamark_patch__"  # on a replacement: the name of its patch
 
-_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
-_MAMBA = "vllm.v1.core.single_type_kv_cache_manager:MambaManager"
+# Where functions lie that are patched.
+SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager:KVCacheManager"
+KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+POOL = "vllm.v1.core.block_pool:BlockPool"
+CORE = "vllm.v1.engine.core:EngineCore"
+RUNNER_V1 = "vllm.v1.worker.gpu_model_runner"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner"
+LAYERS = "vllm.model_executor.layers.mamba"
+
 _FINE_PREFIX = (
-    f"{_SCHEDULER}._mamba_block_aligned_split",
-    f"{_SCHEDULER}.__init__",
-    f"{_MAMBA}._cache_partial_tail_block",
+    f"{SCHEDULER}._mamba_block_aligned_split",
+    f"{SCHEDULER}.__init__",
+    f"{MANAGERS}:MambaManager._cache_partial_tail_block",
 )
 
 # Mods of others, and what their own scripts replace of what is patched here: where such a function differs, its mod may
@@ -41,12 +50,27 @@ _FINE_PREFIX = (
 KNOWN_MODS: Mapping[str, Sequence[str]] = {
     "fix-hybrid-prefix-cache-eagle": _FINE_PREFIX,
     "fix-eagle-fine-prefix": _FINE_PREFIX,
-    "fix-qwen3-coder-next": (f"{_MAMBA}.cache_blocks",),
-    "glm53-port-*": (f"{_SCHEDULER}.__init__", f"{_SCHEDULER}.schedule"),
+    "fix-qwen3-coder-next": (f"{MANAGERS}:MambaManager.cache_blocks",),
+    "glm53-port-*": (f"{SCHEDULER}.__init__", f"{SCHEDULER}.schedule"),
 }
 
 # vLLM's functions, and what replaces them. vLLM is untyped at this seam: its parameters change between releases.
 Function = Callable[..., Any]
+
+
+def replacement(function: Any) -> Callable[[Function], Function]:
+    """A `Patch.build`: the `function` itself, given by name as `original` what it replaces, at no further call.
+
+    What is built has the original's signature: by that vLLM counts and converts what comes to an engine core by name.
+    """
+
+    @wraps(function)
+    def build(original: Function) -> Function:
+        made = FunctionType(function.__code__, function.__globals__, argdefs=function.__defaults__)
+        made.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "original": original}
+        return update_wrapper(made, original, assigned=(), updated=())
+
+    return build
 
 
 class PatchRole(enum.Enum):
@@ -112,18 +136,25 @@ class Shape:
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced function.
+    """One replaced function: a row of the ledger, which stands over what replaces `target`.
+
+    `parameters` and `mentions` are what the target must look like for that: its parameter names (those of what stands
+    there, if it names all), and words that its source contains. `relies_on` says the same of other functions; what
+    several rows rely on stands in one of them. `on` and `applies` say on which platform and in which versions the row
+    has a meaning. `rebind` lists modules that import the function by name, and may be loaded already. A row without
+    `upstream` serves hints, so upstream has nothing to repair. Of a kind of rows (`cure`, `inside`, ...) is said once
+    what all say.
 
     `build` receives the original function and returns its replacement (if the target is a classmethod, both take
     `cls`). It imports no module of vLLM, since it runs while the target's is being imported: the replacement does, when
-    it is called. `rebind` lists modules that import the function by name, and may be loaded already.
+    it is called.
     """
 
     name: str
     target: str  # "package.module:Class.function"
     why: str
     until: str
-    build: Callable[[Function], Function]
+    build: Callable[[Function], Function] = lambda original: original
     role: PatchRole = PatchRole.FEATURE
     upstream: str = "none: depends on hints"
     parameters: str | None = None  # of the target, as in `Shape`
@@ -134,14 +165,38 @@ class Patch:
     on: Platform | None = None  # where alone it has a meaning; None: everywhere
     applies: Callable[[], bool] = field(default=lambda: True)  # to this version of vLLM, by its source
 
+    def __call__(self, function: Any) -> Callable[[Function], Function]:
+        """A decorator: what it stands over is `build`, or makes it, if it takes the `original` by name."""
+        takes = inspect.getfullargspec(function)
+        takes_it_by_name = "original" in takes.kwonlyargs
+        build: Callable[[Function], Function] = replacement(function) if takes_it_by_name else function
+        is_whole = takes_it_by_name and not (takes.varargs or takes.varkw)
+        parameters = ", ".join(takes.args) if is_whole else self.parameters
+        _rows.setdefault(build.__module__, []).append(replace(self, build=build, parameters=parameters))
+        return build
+
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Everything that has to hold before the patch may be applied."""
         return Shape(self.target, self.parameters, self.mentions), *self.relies_on
 
     def is_for(self, platform: Platform | None) -> bool:
         """Whether the patch has a meaning on a platform, and in the vLLM that is installed."""
         return self.on in (None, platform) and self.applies()
+
+
+_rows: dict[str, list[Patch]] = {}  # by the module that has them
+
+
+def rows_of(*modules: ModuleType) -> tuple[Patch, ...]:
+    """The patches over functions of these modules. Of several on one target the last is called first."""
+    return tuple(patch for module in modules for patch in _rows[module.__name__])
+
+
+cure = partial(Patch, role=PatchRole.CURE)
+
+inside = partial(Patch, until="vLLM exports several states from one pass")
+
+ours = partial(Patch, until="never: ours")
 
 
 @dataclass(frozen=True)

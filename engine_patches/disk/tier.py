@@ -8,7 +8,6 @@ there.
 from __future__ import annotations
 
 import itertools
-import logging
 import queue
 import threading
 import time
@@ -26,6 +25,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from engine_patches.disk.files import NOT_WRITTEN, UNREADABLE, LoadCost, NotOurs, RefusedFile, StateFiles
+from engine_patches.settings import logger
 
 READERS = 4  # threads
 
@@ -40,8 +40,6 @@ START_SECONDS = 30.0
 PROBES = 3
 
 _PAGE = SharedOffloadRegion.BLOCK_SIZE_ALIGNMENT
-
-logger = logging.getLogger("vllm.seamark")
 
 
 class _Done(NamedTuple):
@@ -101,7 +99,6 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
         return key in self._index
 
     def is_written(self, key: bytes) -> bool:
-        """Whether a file for a key is going to be there."""
         return key in self._being_written
 
     @property
@@ -111,7 +108,6 @@ class CheckedFiles(SecondaryTierManager):  # type: ignore[misc]  # vLLM is untyp
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the files that this process may load."""
         return len(self._index) * self._files.file_bytes
 
     def take_counts(self) -> tuple[Counter[str], int]:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from engine_patches.footprint import RUNNING, SCAN_STATES
 from engine_patches.forward.segments import drafting_rows, plan_segments
-from engine_patches.forward.step_writes import Write, running_step, upload, wrote_states
-from engine_patches.ledger import Function
+from engine_patches.forward.step_writes import Write, upload, wrote_states
+from engine_patches.ledger import LAYERS, Function, Platform, inside, replacement
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def plan_states(original: Function, plan: Plan) -> Function:
 
     def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        step = running_step()
+        step = RUNNING.step
         writes = step.writes_by_row(common_attn_metadata.num_reqs) if step is not None else None
         if step is None or not writes:
             return metadata
@@ -116,19 +116,14 @@ def plan_states(original: Function, plan: Plan) -> Function:
     return build
 
 
-def keep_ngram_states(original: Function) -> Function:
+@replacement
+def keep_ngram_states(self: Any, *, original: Function, **tensors: Any) -> None:
     """Replacement of `Qwen4ExpPLELayer._short_conv_dilated_dispatch`, which is given inputs and states by channel."""
-
-    def _short_conv_dilated_dispatch(
-        self: Any, inputs: Any, residual: Any, outer_residual: Any, metadata: Any, conv_state: Any, conv_weights: Any
-    ) -> None:
-        states: KeptStates | None = getattr(metadata, SCAN_STATES, None)
-        if states is not None:
-            states.keep_inputs(inputs, conv_state.narrow(-1, 0, self.conv_state_len))
-            wrote_states(self.prefix)
-        original(self, inputs, residual, outer_residual, metadata, conv_state, conv_weights)
-
-    return _short_conv_dilated_dispatch
+    states: KeptStates | None = getattr(tensors["metadata"], SCAN_STATES, None)
+    if states is not None:
+        states.keep_inputs(tensors["inputs"], tensors["conv_state"].narrow(-1, 0, self.conv_state_len))
+        wrote_states(self.prefix)
+    original(self, **tensors)
 
 
 def run_convolution(core: Function, states: KeptStates) -> None:
@@ -142,16 +137,32 @@ def run_convolution(core: Function, states: KeptStates) -> None:
         RUNNING.convolution = None
 
 
-def keep_inputs(original: Function) -> Function:
+# Of the kernels of convolutions, by position: they take more by name, each other ones.
+_BY_POSITION = "x: torch.Tensor,\n    weight: torch.Tensor,\n    bias: torch.Tensor | None,\n    conv_states:"
+
+
+@inside(
+    "short-conv-inputs",
+    f"{LAYERS}.ops.causal_conv1d:causal_conv1d_fn",
+    why="a convolution's state is taken from its inputs, which only its kernel is given",
+    mentions=(_BY_POSITION,),
+    rebind=(f"{LAYERS}.short_conv",),
+)
+@inside(
+    "short-conv-inputs-cpu",
+    f"{LAYERS}.ops.cpu.causal_conv1d:causal_conv1d_fn_cpu",
+    why="the same on a CPU",
+    mentions=(_BY_POSITION,),
+    on=Platform.CPU,
+)
+def keep_inputs(
+    x: Any, weight: Any, bias: Any, conv_states: Any, *args: Any, original: Function, **options: Any
+) -> Any:
     """Replacement of the kernels for prompts: keeps the states of the layer that runs. Inputs: (channels, tokens)."""
-
-    def causal_conv1d_fn(x: Any, weight: Any, bias: Any, conv_states: Any, *args: Any, **options: Any) -> Any:
-        if RUNNING.convolution is not None:
-            states, RUNNING.convolution = RUNNING.convolution, None
-            states.keep_inputs(x.transpose(0, 1), conv_states.narrow(-1, 0, weight.shape[1] - 1))
-        return original(x, weight, bias, conv_states, *args, **options)
-
-    return causal_conv1d_fn
+    if RUNNING.convolution is not None:
+        states, RUNNING.convolution = RUNNING.convolution, None
+        states.keep_inputs(x.transpose(0, 1), conv_states.narrow(-1, 0, weight.shape[1] - 1))
+    return original(x, weight, bias, conv_states, *args, **options)
 
 
 def first_prompt(metadata: Any, common: Any, wanted: Wanted) -> int | None:
@@ -174,7 +185,6 @@ def _of_all_rows(_: Any, common: Any, options: dict[str, Any], wanted: Wanted, g
 
 
 def _of_prompts(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping[str, int]) -> StatePlan | None:
-    """A `Plan`."""
     if (first := first_prompt(metadata, common, wanted)) is None:
         return None
     places = {row: row - first for row, _ in wanted}

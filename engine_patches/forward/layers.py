@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,9 +15,8 @@ from engine_patches.forward.conv_states import keep_ngram_states, plan_conv_stat
 from engine_patches.forward.scan_states import plan_scan_states, run_layer
 from engine_patches.forward.segments import Segment, plan_segments, take_states_over
 from engine_patches.forward.step_writes import writes_nothing, wrote_states
-from engine_patches.ledger import Function, Shape
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.ledger import LAYERS, Function, Platform, Shape, inside, ours, replacement
+from engine_patches.settings import logger
 
 BREAKABLE = "vllm.compilation.breakable_cudagraph"
 
@@ -36,62 +34,33 @@ class PromisedShapes(tuple[tuple[int, ...], ...]):
 
 
 def promise(spec: Any) -> None:
-    """Mark a `MambaSpec`."""
     object.__setattr__(spec, "shapes", PromisedShapes(spec.shapes))  # frozen
 
 
 def is_promised(spec: Any) -> bool:
-    """Whether the states of a layer with this spec can be written inside a pass."""
     return isinstance(spec.shapes, PromisedShapes)
 
 
-def promise_writes_in_forward(original: Function) -> Function:
-    """Replacement of `MambaBase.get_kv_cache_spec`: whoever promises replaces the layer's own core, and keeps it."""
-
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-        spec = original(self, vllm_config)
-        if spec is not None and _writes_in_forward(self, vllm_config) and ledger.rely_on_patches():
-            _replace_cores(self)
-            promise(spec)
-        return spec
-
-    return get_kv_cache_spec
-
-
-def require_promise_of_all(original: Function) -> Function:
+@ours(
+    "promise-of-all",
+    "vllm.v1.executor.abstract:Executor.get_kv_cache_specs",
+    why="a worker that cannot write states inside a pass must keep all others from being asked to",
+)
+def require_promise_of_all(self: Any, *, original: Function) -> Any:
     """Replacement of `Executor.get_kv_cache_specs`, which returns one mapping of layers to specs for each worker.
 
     A state is only right if every worker writes its part, so one that promises nothing takes the promise from all.
     """
+    from vllm.v1.kv_cache_interface import MambaSpec
 
-    def get_kv_cache_specs(self: Any) -> Any:
-        from vllm.v1.kv_cache_interface import MambaSpec
-
-        of_workers = original(self)
-        recurrent = [spec for specs in of_workers for spec in specs.values() if isinstance(spec, MambaSpec)]
-        promised = [spec for spec in recurrent if is_promised(spec)]
-        if promised and len(promised) < len(recurrent):
-            logger.error("seamark: some layers or workers cannot write states inside a pass: none is asked to")
-            for spec in promised:
-                object.__setattr__(spec, "shapes", tuple(spec.shapes))
-        return of_workers
-
-    return get_kv_cache_specs
-
-
-def plan_where_metadata_is_made(original: Function) -> Function:
-    """Replacement of `AttentionGroup.create_metadata_builders`: builders of recurrent layers plan a step's states."""
-
-    def create_metadata_builders(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        for builder in self.metadata_builders:
-            of_class = type(builder)
-            plan = _planning(of_class)
-            if plan is not None:
-                builder.build = MethodType(plan(of_class.build), builder)
-                builder.update_block_table = MethodType(take_states_over(of_class.update_block_table), builder)
-
-    return create_metadata_builders
+    of_workers = original(self)
+    recurrent = [spec for specs in of_workers for spec in specs.values() if isinstance(spec, MambaSpec)]
+    promised = [spec for spec in recurrent if is_promised(spec)]
+    if promised and len(promised) < len(recurrent):
+        logger.error("seamark: some layers or workers cannot write states inside a pass: none is asked to")
+        for spec in promised:
+            object.__setattr__(spec, "shapes", tuple(spec.shapes))
+    return of_workers
 
 
 def _planning(builder: type) -> Callable[[Function], Function] | None:
@@ -125,14 +94,6 @@ def _is_vllms(of_class: type, name: str) -> bool:
     return bool(vars(owner)[name].__module__ == owner.__module__)
 
 
-def _replace_cores(layer: Any) -> None:
-    if (known := _known(layer)) is None:
-        return
-    for core in known.cores:
-        if core not in vars(layer):  # vLLM asks more than once
-            setattr(layer, core, MethodType(CORES[known.kind].build(getattr(type(layer), core)), layer))
-
-
 def _known(layer: Any) -> RecurrentLayer | None:
     """What a layer is one of; a class that nobody has imported has no layers."""
     return next((each for each in INSIDE if isinstance(layer, _class_at(each.path))), None)
@@ -162,29 +123,23 @@ def _is_configured(known: RecurrentLayer, vllm_config: Any) -> bool:
     return bool(current_platform.is_cuda()) or known.on_rocm
 
 
-def mamba2_with_states(original: Function) -> Function:
+@replacement
+def mamba2_with_states(self: Any, projected_states: Any, output: Any, *, original: Function) -> None:
     """Replacement of `MambaMixer2.conv_ssm_forward(projected_states, output)`, which fills `output` by token."""
-
-    def conv_ssm_forward(self: Any, projected_states: Any, output: Any) -> None:
-        metadata = _metadata_of(self)
-        states = getattr(metadata, SCAN_STATES, None)
-        if states is not None:
-            run_layer(self, partial(original, self, projected_states, output), states, metadata, projected_states)
-            wrote_states(self.prefix)
-        elif not _ran_in_segments(self, original, (projected_states,), output):
-            original(self, projected_states, output)
-
-    return conv_ssm_forward
+    metadata = _metadata_of(self)
+    states = getattr(metadata, SCAN_STATES, None)
+    if states is not None:
+        run_layer(self, partial(original, self, projected_states, output), states, metadata, projected_states)
+        wrote_states(self.prefix)
+    elif not _ran_in_segments(self, original, (projected_states,), output):
+        original(self, projected_states, output)
 
 
-def gdn_in_segments(original: Function) -> Function:
+@replacement
+def gdn_in_segments(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, *, original: Function) -> None:
     """Replacement of `_forward_core(mixed_qkv, b, a, core_attn_out)` of Qwen's and OLMo's gated delta nets."""
-
-    def _forward_core(self: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any) -> None:
-        if not _ran_in_segments(self, original, (mixed_qkv, b, a), core_attn_out):
-            original(self, mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
-
-    return _forward_core
+    if not _ran_in_segments(self, original, (mixed_qkv, b, a), core_attn_out):
+        original(self, mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
 
 
 def kda_in_segments(original: Function) -> Function:
@@ -213,43 +168,50 @@ def kda_in_segments(original: Function) -> Function:
     return decorated
 
 
-def convolution_with_states(original: Function) -> Function:
+@replacement
+def convolution_with_states(self: Any, hidden_states: Any, output: Any, *, original: Function) -> Any:
     """Replacement of what runs a short convolution, `forward_cuda` or `forward_native`, which fills `output`."""
-
-    def forward(self: Any, hidden_states: Any, output: Any) -> Any:
-        states = getattr(_metadata_of(self), SCAN_STATES, None)
-        if states is not None:
-            run_convolution(partial(original, self, hidden_states, output), states)
-            wrote_states(self.prefix)
-            return None
-        if _ran_in_segments(self, original, (hidden_states,), output):
-            return None
-        return original(self, hidden_states, output)
-
-    return forward
+    states = getattr(_metadata_of(self), SCAN_STATES, None)
+    if states is not None:
+        run_convolution(partial(original, self, hidden_states, output), states)
+        wrote_states(self.prefix)
+        return None
+    if _ran_in_segments(self, original, (hidden_states,), output):
+        return None
+    return original(self, hidden_states, output)
 
 
-def cpu_gdn_in_segments(original: Function) -> Function:
-    """Replacement of the CPU's cores of a GDN layer, which are given the layer's metadata."""
-
+@inside(
+    "gdn-core-cpu",
+    f"{LAYERS}.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
+    why="the recurrent core runs segment by segment and keeps the states between",
+    parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out",
+    mentions=("state_indices_tensor = attn_metadata_i.non_spec_state_indices_tensor", "layer.kv_cache[1]"),
+    on=Platform.CPU,
+)
+@inside(
+    "gdn-core-cpu-drafts",
+    f"{LAYERS}.ops.cpu.gdn_attention:_cpu_gdn_attention_spec_aware",
+    why="the same where drafts are configured",
+    parameters="layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, width, state_len",
+    mentions=("spec_sequence_masks = attn_metadata_i.spec_sequence_masks", "conv_buf = _conv_buffer_view(layer)"),
+    on=Platform.CPU,
+)
+def cpu_gdn_in_segments(layer: Any, metadata: Any, *inputs: Any, original: Function) -> None:
+    segments = getattr(metadata, SEGMENTS, None)
+    if segments is None:
+        original(layer, metadata, *inputs)
+        return
     # `window`: width and length of the convolution's state, of the core for engines that draft.
-    def _cpu_gdn_attention(
-        layer: Any, attn_metadata_i: Any, mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, *window: Any
-    ) -> None:
-        segments = getattr(attn_metadata_i, SEGMENTS, None)
-        if segments is None:
-            original(layer, attn_metadata_i, mixed_qkv, b, a, core_attn_out, *window)
-            return
+    mixed_qkv, b, a, core_attn_out, *window = inputs
 
-        def core(metadata: Any, *tensors: Any) -> None:
-            original(layer, metadata, *tensors, *window)
+    def core(of_segment: Any, *tensors: Any) -> None:
+        original(layer, of_segment, *tensors, *window)
 
-        for segment in segments:
-            _run(segment, partial(core, segment.metadata), (mixed_qkv, b, a), core_attn_out)
-            segment.keep_states(layer.kv_cache)
-        wrote_states(layer.prefix)
-
-    return _cpu_gdn_attention
+    for segment in segments:
+        _run(segment, partial(core, segment.metadata), (mixed_qkv, b, a), core_attn_out)
+        segment.keep_states(layer.kv_cache)
+    wrote_states(layer.prefix)
 
 
 def _metadata_of(layer: Any) -> Any:
@@ -382,3 +344,42 @@ BUILDER_SHAPES = (
         where=NGRAM_BUILDER,
     ),
 )
+
+
+@inside(
+    "promise",
+    f"{LAYERS}.abstract:MambaBase.get_kv_cache_spec",
+    why="a worker says that it writes states inside a pass, and does: the recurrent layers of its model get cores "
+    "of ours",
+    relies_on=CORE_SHAPES,
+    also=tuple(f"{layer.path}.{core}" for layer in INSIDE for core in layer.cores),
+)
+def promise_writes_in_forward(self: Any, vllm_config: Any, *, original: Function) -> Any:
+    """Replacement of `MambaBase.get_kv_cache_spec`: whoever promises replaces the layer's own core, and keeps it."""
+    spec, known = original(self, vllm_config), _known(self)
+    if spec is not None and known and _writes_in_forward(self, vllm_config) and ledger.rely_on_patches():
+        for core in known.cores:
+            if core not in vars(self):  # vLLM asks more than once
+                setattr(self, core, MethodType(CORES[known.kind].build(getattr(type(self), core)), self))
+        promise(spec)
+    return spec
+
+
+@inside(
+    "builders",
+    "vllm.v1.worker.utils:AttentionGroup.create_metadata_builders",
+    why="a recurrent layer has to know where in a step's tokens the states are that it hands out, and each cache "
+    "group writes its states into blocks of its own",
+    parameters="self, vllm_config, device, kernel_block_size, num_metadata_builders",
+    mentions=("builder_cls = self.backend.get_builder_cls()", "self.metadata_builders = ["),
+    relies_on=BUILDER_SHAPES,
+    also=tuple(BUILDERS),
+)
+def plan_where_metadata_is_made(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    for builder in self.metadata_builders:
+        of_class = type(builder)
+        plan = _planning(of_class)
+        if plan is not None:
+            builder.build = MethodType(plan(of_class.build), builder)
+            builder.update_block_table = MethodType(take_states_over(of_class.update_block_table), builder)

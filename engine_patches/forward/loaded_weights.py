@@ -12,9 +12,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
@@ -22,6 +21,8 @@ from typing import Any, NamedTuple
 
 from engine_patches import kv_connectors
 from engine_patches.footprint import WEIGHTS
+from engine_patches.ledger import CORE, Function, Patch
+from engine_patches.settings import logger
 
 # A row of so many words of 32 bits is multiplied by its own number; a step reads so many rows, 16 MiB.
 COLUMNS, ROWS = 4096, 1024
@@ -36,8 +37,6 @@ PART_BYTES = 1 << 20
 SAMPLES, SAMPLE_BYTES = 4, 1024
 
 READERS = 16  # threads
-
-logger = logging.getLogger("vllm.seamark")
 
 
 class Weights(NamedTuple):
@@ -186,18 +185,25 @@ def _tensors_in(file: Any, size: int) -> Iterator[tuple[int, int]]:
             yield start + first, start + last
 
 
-def read_what_was_loaded(original: Callable[..., None]) -> Callable[..., None]:
+@Patch(
+    "loaded-weights",
+    "vllm.model_executor.model_loader.utils:process_weights_after_loading",
+    why="states that outlive a process, or come from another one, are right for these weights alone",
+    until="vLLM names what it has loaded by its contents",
+    upstream="none: vLLM's tiers on disk name weights by the model's name",
+    rebind=(
+        "vllm.model_executor.model_loader.base_loader",
+        "vllm.model_executor.model_loader.weight_cache.ipc_loader",
+    ),
+)
+def read_what_was_loaded(model: Any, model_config: Any, target_device: Any, *, original: Function) -> None:
     """Replacement of `process_weights_after_loading`, which puts the weights into the order that kernels want."""
+    from vllm.config import get_current_vllm_config_or_none
 
-    def process_weights_after_loading(model: Any, model_config: Any, target_device: Any) -> None:
-        from vllm.config import get_current_vllm_config_or_none
-
-        config = get_current_vllm_config_or_none()
-        if config is None or kv_connectors.needs_weights(config):
-            setattr(model, WEIGHTS, _try_name_of(model))
-        original(model, model_config, target_device)
-
-    return process_weights_after_loading
+    config = get_current_vllm_config_or_none()
+    if config is None or kv_connectors.needs_weights(config):
+        setattr(model, WEIGHTS, _try_name_of(model))
+    original(model, model_config, target_device)
 
 
 def _try_name_of(model: Any) -> str:
@@ -211,17 +217,20 @@ def _try_name_of(model: Any) -> str:
     return name
 
 
-def ask_workers(original: Callable[..., Any]) -> Callable[..., Any]:
+@Patch(
+    "asked-weights",
+    f"{CORE}._initialize_kv_caches",
+    why="the scheduler has to know what the workers have loaded before it finds or keeps a state",
+    until="vLLM names what it has loaded by its contents",
+    mentions=("self.model_executor.initialize_from_config(kv_cache_configs)",),
+)
+def ask_workers(self: Any, vllm_config: Any, *, original: Function) -> Any:
     """Replacement of `EngineCore._initialize_kv_caches`, the last step before there is a scheduler."""
-
-    def _initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
-        caches = original(self, vllm_config)
-        if kv_connectors.needs_weights(vllm_config):
-            names = self.model_executor.collective_rpc(names_in)
-            setattr(vllm_config, WEIGHTS, _together(names, vllm_config))
-        return caches
-
-    return _initialize_kv_caches
+    caches = original(self, vllm_config)
+    if kv_connectors.needs_weights(vllm_config):
+        names = self.model_executor.collective_rpc(names_in)
+        setattr(vllm_config, WEIGHTS, _together(names, vllm_config))
+    return caches
 
 
 def names_in(worker: Any) -> list[str]:

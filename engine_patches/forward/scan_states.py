@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from engine_patches.footprint import RUNNING
 from engine_patches.forward.conv_states import KeptStates, Parts, StatePlan, Wanted, first_prompt, parts_of, plan_states
 from engine_patches.forward.step_writes import PrefillRow, Write, upload
-from engine_patches.ledger import Function
+from engine_patches.ledger import LAYERS, Function, Platform, cure, inside
 
 
 @dataclass(frozen=True)
@@ -125,24 +125,27 @@ def scan_in_runs(scan: Callable[[], Any], runs: Sequence[KernelRun], keep: Keep)
         RUNNING.kernel = None
 
 
-def kernel_in_runs(original: Function) -> Function:
-    """Replacement of the kernel of that scan."""
-
-    def mamba_chunk_scan_fwd_cpu(
-        out: Any, row_states: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, cu_seqlens: Any
-    ) -> None:
-        if RUNNING.kernel is None:
-            original(out, row_states, x, dt, A, B, C, D, z, cu_seqlens)
-            return
-        (runs, keep), RUNNING.kernel = RUNNING.kernel, None
-        for run in runs:
-            part, states = run.tokens, row_states[run.rows]
-            part_of_z = None if z is None else z[part]
-            original(out[part], states, x[part], dt[part], A, B[part], C[part], D, part_of_z, run.starts)
-            for chunk, state in enumerate(states.unbind(), run.first_chunk):
-                keep(chunk, state)
-
-    return mamba_chunk_scan_fwd_cpu
+@cure(
+    "cpu-checkpoint-kernel",
+    "vllm._custom_ops:mamba_chunk_scan_fwd_cpu",
+    why="the states that `cpu-checkpoint-scan` returns, and those that Seamark keeps, come from the CPU's kernel",
+    upstream="as cpu-checkpoint-scan",
+    until="never: Seamark copies its states between two runs of it",
+    parameters="out, final_states, x, dt, A, B, C, D, z, cu_seqlens",
+    on=Platform.CPU,
+)
+def kernel_in_runs(out: Any, row_states: Any, *inputs: Any, original: Function) -> None:
+    if RUNNING.kernel is None:
+        original(out, row_states, *inputs)
+        return
+    (runs, keep), RUNNING.kernel = RUNNING.kernel, None
+    x, dt, A, B, C, D, z, _ = inputs
+    for run in runs:
+        part, states = run.tokens, row_states[run.rows]
+        part_of_z = None if z is None else z[part]
+        original(out[part], states, x[part], dt[part], A, B[part], C[part], D, part_of_z, run.starts)
+        for chunk, state in enumerate(states.unbind(), run.first_chunk):
+            keep(chunk, state)
 
 
 @dataclass(frozen=True)
@@ -180,21 +183,18 @@ def plan_cpu_scan(rows: Mapping[int, PrefillRow], wanted: Wanted, parts: Parts) 
     return CpuScanPlan(*parts, kernel_runs(bounds, row_of), state_at)
 
 
-def plan_scan_states(original: Function) -> Function:
-    """`plan_states` of the Mamba2 backend."""
-    return plan_states(original, _planned)
-
-
-def scan_with_states(original: Function) -> Function:
-    """Replacement of `mamba_chunk_scan_combined_varlen`: while a layer runs that has states to keep, keeps them."""
-
-    def mamba_chunk_scan_combined_varlen(*inputs: Any, **options: Any) -> Any:
-        if RUNNING.scan is None:
-            return original(*inputs, **options)
-        states, ssm_state = RUNNING.scan
-        return states.plan.scan(original, ssm_state, states.blocks, inputs, options)
-
-    return mamba_chunk_scan_combined_varlen
+@inside(
+    "mamba2-scan",
+    f"{LAYERS}.ops.ssd_combined:mamba_chunk_scan_combined_varlen",
+    why="a scan has the state at the end of each of its chunks, and gives them away if asked",
+    mentions=("return_intermediate_states=return_intermediate_states", "last_chunk_indices=last_chunk_indices"),
+    rebind=(f"{LAYERS}.mamba_mixer2",),
+)
+def scan_with_states(*inputs: Any, original: Function, **options: Any) -> Any:
+    if RUNNING.scan is None:
+        return original(*inputs, **options)
+    states, ssm_state = RUNNING.scan
+    return states.plan.scan(original, ssm_state, states.blocks, inputs, options)
 
 
 def run_layer(layer: Any, core: Function, states: KeptStates, metadata: Any, projected_states: Any) -> None:
@@ -214,7 +214,6 @@ def run_layer(layer: Any, core: Function, states: KeptStates, metadata: Any, pro
 
 
 def _planned(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping[str, int]) -> StatePlan | None:
-    """A `Plan`."""
     from vllm.platforms import current_platform
 
     if (first := first_prompt(metadata, common, wanted)) is None:
@@ -239,6 +238,9 @@ def _planned(metadata: Any, common: Any, _: Any, wanted: Wanted, groups: Mapping
     device = common.query_start_loc.device
     chunks = upload([state.chunk for state in states], device)
     return ScanPlan(*parts, chunks, _tails_of(tails, rows, places, device) if tails else None)
+
+
+plan_scan_states = partial(plan_states, plan=_planned)  # of the Mamba2 backend
 
 
 def _chunk_ends(row: PrefillRow, chunk_size: int) -> list[int]:

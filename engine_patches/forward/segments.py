@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine_patches.footprint import PLAN, SCAN_STATES, SEGMENTS
-from engine_patches.forward.step_writes import Write, running_step, upload
-from engine_patches.ledger import Function
+from engine_patches.footprint import PLAN, RUNNING, SCAN_STATES, SEGMENTS
+from engine_patches.forward.step_writes import Write, upload
+from engine_patches.ledger import Function, replacement
 
 
 @dataclass(frozen=True)
@@ -61,42 +61,37 @@ class _SegmentPlan(NamedTuple):
     drafting: Sequence[int] = ()  # rows that verify drafts, ascending
 
 
-def plan_segments(original: Function) -> Function:
-    """Replacement of `build` of a recurrent backend's metadata builder."""
-
-    def build(self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        # Planned from what vLLM's own build was given: it may clear flags in place.
-        metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
-        step = running_step()
-        if step is not None and (writes := step.writes_by_row(common_attn_metadata.num_reqs)):
-            levels = []
-            drafting = drafting_rows(kwargs, common_attn_metadata.num_reqs)
-            for level in _levels(common_attn_metadata, writes, drafting):
-                part = metadata
-                if not level.whole:
-                    options = _of_rows(kwargs, level.rows, drafting)
-                    part = original(self, 0, _batch_of(level, common_attn_metadata), *args, **options)
-                levels.append((level, part))
-            _attach(metadata, _SegmentPlan(levels, step.group_of_layer, drafting), self.layer_names[0])
-        return metadata
-
-    return build
+@replacement
+def plan_segments(
+    self: Any, common_prefix_len: Any, common_attn_metadata: Any, *args: Any, original: Function, **kwargs: Any
+) -> Any:
+    # Planned from what vLLM's own build was given: it may clear flags in place.
+    metadata = original(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+    step = RUNNING.step
+    if step is not None and (writes := step.writes_by_row(common_attn_metadata.num_reqs)):
+        levels = []
+        drafting = drafting_rows(kwargs, common_attn_metadata.num_reqs)
+        for level in _levels(common_attn_metadata, writes, drafting):
+            part = metadata
+            if not level.whole:
+                options = _of_rows(kwargs, level.rows, drafting)
+                part = original(self, 0, _batch_of(level, common_attn_metadata), *args, **options)
+            levels.append((level, part))
+        _attach(metadata, _SegmentPlan(levels, step.group_of_layer, drafting), self.layer_names[0])
+    return metadata
 
 
-def take_states_over(original: Function) -> Function:
+@replacement
+def take_states_over(self: Any, metadata: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `update_block_table`, by which a cache group takes over the metadata of another."""
-
-    def update_block_table(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        updated = original(self, metadata, *args, **kwargs)
-        segments: _SegmentPlan | None = getattr(metadata, PLAN, None)
-        if segments is not None:
-            levels = [(level, updated if level.whole else part) for level, part in segments.levels]
-            _attach(updated, segments._replace(levels=levels), self.layer_names[0])
-        if (states := getattr(metadata, SCAN_STATES, None)) is not None:
-            setattr(updated, SCAN_STATES, states.plan.of_group(updated, self.layer_names[0]))
-        return updated
-
-    return update_block_table
+    updated = original(self, metadata, *args, **kwargs)
+    segments: _SegmentPlan | None = getattr(metadata, PLAN, None)
+    if segments is not None:
+        levels = [(level, updated if level.whole else part) for level, part in segments.levels]
+        _attach(updated, segments._replace(levels=levels), self.layer_names[0])
+    if (states := getattr(metadata, SCAN_STATES, None)) is not None:
+        setattr(updated, SCAN_STATES, states.plan.of_group(updated, self.layer_names[0]))
+    return updated
 
 
 def drafting_rows(options: Mapping[str, Any], num_rows: int) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import GROUPS, RUNNING, WRITES
-from engine_patches.ledger import Function
+from engine_patches.ledger import LAYERS, RUNNER_V1, RUNNER_V2, Function, Platform, inside
 
 WHAT_NOW = (
     "Their keys are registered, so the engine stops before anybody resumes from them. "
@@ -46,17 +46,13 @@ class Step:
     group_of_layer: Mapping[str, int]
     req_ids: Sequence[str] = ()  # of the batch's rows, in order
     _planned: set[str] = field(default_factory=set)  # requests
-    _written: set[str] = field(default_factory=set)  # layers
+    written: set[str] = field(default_factory=set)  # layers that have written their part of all states
 
     def writes_by_row(self, num_rows: int) -> dict[int, Sequence[Write]]:
         """The writes of the batch's first `num_rows` rows, for the rows that have any."""
         names = self.req_ids[:num_rows]
         self._planned.update(names)
         return {row: self.writes[name] for row, name in enumerate(names) if name in self.writes}
-
-    def wrote(self, layer: str) -> None:
-        """A layer has written its part of all states."""
-        self._written.add(layer)
 
     def check(self) -> None:
         """Raises `StatesNotWritten` if a request was not planned, or a layer did not write."""
@@ -66,68 +62,71 @@ class Step:
         layers = {layer for layer, group in self.group_of_layer.items() if group in groups}
         if layers and (missing := self.writes.keys() - self._planned):
             raise StatesNotWritten(f"seamark: {len(missing)} requests of this step were not in its batch. {WHAT_NOW}")
-        if missing := layers - self._written:
+        if missing := layers - self.written:
             raise StatesNotWritten(f"seamark: {', '.join(sorted(missing))} kept no states in this step. {WHAT_NOW}")
 
 
 def wrote_states(layer: str) -> None:
     """A layer of the running step has written its part of all states."""
-    if (step := running_step()) is not None:
-        step.wrote(layer)
-
-
-def running_step() -> Step | None:
-    """The step that runs now; None outside of one, and if the scheduler leaves the states to vLLM."""
-    step: Step | None = RUNNING.step
-    return step
+    if RUNNING.step is not None:
+        RUNNING.step.written.add(layer)
 
 
 def writes_nothing() -> bool:
     """Whether a step runs that has no states to write, as most have none."""
-    step = running_step()
-    return step is not None and not step.writes
+    return RUNNING.step is not None and not RUNNING.step.writes
 
 
-def track_steps(original: Function) -> Function:
-    """Replacement of a model runner's `execute_model`: makes the step's writes known to the layers."""
-
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        writes = getattr(scheduler_output, WRITES, None)
-        if writes is None:
-            return original(self, scheduler_output, *args, **kwargs)
-        RUNNING.step = step = Step(writes, _groups_of_layers(self))
-        batch = getattr(self, "input_batch", None)
-        if batch is not None:  # model runner V1: the batch outlives the step, its list of requests is kept up to date
-            step.req_ids = batch.req_ids
-        try:
-            result = original(self, scheduler_output, *args, **kwargs)
-            step.check()
-            return result
-        finally:
-            RUNNING.step = None
-
-    return execute_model
-
-
-def track_batch(original: Function) -> Function:
-    """Replacement of `prepare_inputs` of model runner V2, which makes a new batch for each step."""
-
-    def prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        batch = original(self, *args, **kwargs)
-        if RUNNING.step is not None:
-            RUNNING.step.req_ids = batch.req_ids
-        return batch
-
-    return prepare_inputs
+@inside(
+    "worker-steps",
+    f"{RUNNER_V1}:GPUModelRunner.execute_model",
+    why="the layers have to know which states a step writes",
+    mentions=("self._update_states(scheduler_output)", "req_ids = self.input_batch.req_ids"),
+)
+@inside(
+    "worker-steps-v2",
+    f"{RUNNER_V2}:GPUModelRunner.execute_model",
+    why="the layers have to know which states a step writes, with model runner V2 too",
+    mentions=("input_batch = self.prepare_inputs(",),
+    on=Platform.GPU,
+)
+def track_steps(self: Any, scheduler_output: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
+    writes = getattr(scheduler_output, WRITES, None)
+    if writes is None:
+        return original(self, scheduler_output, *args, **kwargs)
+    RUNNING.step = step = Step(writes, _groups_of_layers(self))
+    batch = getattr(self, "input_batch", None)
+    if batch is not None:  # model runner V1: the batch outlives the step, its list of requests is kept up to date
+        step.req_ids = batch.req_ids
+    try:
+        result = original(self, scheduler_output, *args, **kwargs)
+        step.check()
+        return result
+    finally:
+        RUNNING.step = None
 
 
-def skip_vllm_exports(original: Function) -> Function:
-    """Replacement of `MambaPrefillCheckpointBuilder.build`: no export of vLLM's own while Seamark writes the states."""
+@inside(
+    "worker-batch-v2",
+    f"{RUNNER_V2}:GPUModelRunner.prepare_inputs",
+    why="model runner V2 makes a new batch for each step, and its rows are in an order of their own",
+    mentions=("req_ids=req_ids",),
+    on=Platform.GPU,
+)
+def track_batch(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
+    batch = original(self, *args, **kwargs)
+    if RUNNING.step is not None:
+        RUNNING.step.req_ids = batch.req_ids
+    return batch
 
-    def build(self: Any, m: Any, request_rows: Any) -> Any:
-        return None if RUNNING.step is not None else original(self, m, request_rows)
 
-    return build
+@inside(
+    "no-second-export",
+    f"{LAYERS}.checkpoint:MambaPrefillCheckpointBuilder.build",
+    why="vLLM's own export of one state per request would write into a block that is not meant for it",
+)
+def skip_vllm_exports(self: Any, m: Any, request_rows: Any, *, original: Function) -> Any:
+    return None if RUNNING.step is not None else original(self, m, request_rows)
 
 
 def _groups_of_layers(runner: Any) -> Mapping[str, int]:

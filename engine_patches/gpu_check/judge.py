@@ -57,8 +57,6 @@ class Differences(list[Discrepancy]):
 
 
 class Scatter:
-    """How vLLM alone differs from itself."""
-
     def __init__(self, alone: LaneResult) -> None:
         self.bound = EXACT if alone.facts["exact"] else ROUNDED
         self.own = Differences([], [])

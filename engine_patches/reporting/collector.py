@@ -30,12 +30,11 @@ import zmq
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine_patches import settings
-from engine_patches.reporting.addresses import MAX_WAITING, READ_INSIDE, SENT_TO
+from engine_patches.footprint import READ_INSIDE, SENT_TO
 from engine_patches.reporting.events_api import EventsEndpoint, feeds, not_found
 from engine_patches.reporting.metrics import CollectedMetrics
-from engine_patches.reporting.report import EngineReport
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.reporting.report import MAX_WAITING, EngineReport
+from engine_patches.settings import logger
 
 AT_ONCE = 32  # reports that are taken before others in the event loop have their turn
 

@@ -23,8 +23,8 @@ import msgspec
 from prometheus_client import make_asgi_app
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine_patches.footprint import FOLDER, READ_INSIDE
 from engine_patches.reporting import header_fields
-from engine_patches.reporting.addresses import FOLDER, READ_INSIDE
 from engine_patches.reporting.report import EngineReport
 from engine_patches.scheduler.counters import AdmittedRequest, GatewayLoad
 from engine_patches.scheduler.states import CacheCleared, StateEvent, StateStored

@@ -8,37 +8,42 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from engine_patches import settings
-from engine_patches.footprint import REPORTS
-from engine_patches.reporting.addresses import FOLDER, READ_AT, SENT_TO
+from engine_patches.footprint import FOLDER, READ_AT, REPORTS, SENT_TO
+from engine_patches.ledger import SCHEDULER, Function, Patch, Shape, ours
 from engine_patches.scheduler.counters import loads_may_have_changed
+from engine_patches.settings import logger
 
 # How vLLM's list of KV event publishers names one that is none, but where reports are read.
 TOPIC = "seamark"
 
-logger = logging.getLogger("vllm.seamark")
 
-
-def collect_before_the_engines(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of `CoreEngineProcManager.__init__` and its like for Ray, which start the engines of this machine."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = kwargs.get("vllm_config") or next(each for each in args if hasattr(each, "parallel_config"))
-        answers_http = _answers_http(config, kwargs)
-        if answers_http is not None and FOLDER not in os.environ:
-            _start(config, answers_http=answers_http)
-        original(self, *args, **kwargs)
-
-    return __init__
+@ours(
+    "reports-collected",
+    "vllm.v1.engine.utils:CoreEngineProcManager.__init__",
+    why="no API server has all reports if there are several, or none that runs Python",
+    mentions=("vllm_config: VllmConfig", "local_client: bool", "target=EngineCoreProc.run_engine_core"),
+)
+@ours(
+    "reports-collected-ray",
+    "vllm.v1.engine.utils:CoreEngineActorManager.__init__",
+    why="the same where engines are Ray's actors; those on other machines do not report",
+    mentions=("vllm_config: VllmConfig",),
+)
+def collect_before_the_engines(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
+    config = kwargs.get("vllm_config") or next(each for each in args if hasattr(each, "parallel_config"))
+    answers_http = _answers_http(config, kwargs)
+    if answers_http is not None and FOLDER not in os.environ:
+        _start(config, answers_http=answers_http)
+    original(self, *args, **kwargs)
 
 
 def _answers_http(config: Any, kwargs: Mapping[str, Any]) -> bool | None:
@@ -106,64 +111,71 @@ def keys_in(arguments: Iterable[str], environment: Mapping[str, str]) -> tuple[s
     return tuple(keys) or tuple(filter(None, [environment.get("VLLM_API_KEY")]))
 
 
-def report_from_the_start(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of `Scheduler.__init__`: what the engine is, is known before its first request."""
+@ours(
+    "report-start",
+    f"{SCHEDULER}.__init__",
+    why="what an engine is has to be known before its first request",
+    mentions=("self.vllm_config = vllm_config", "self.requests: dict[str, Request] = {}"),
+    relies_on=(Shape(f"{SCHEDULER}.get_request_counts", "self"),),
+)
+def report_from_the_start(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    folder = os.environ.get(FOLDER)
+    if folder:
+        from engine_patches.reporting.report import Reporter
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        folder = os.environ.get(FOLDER)
-        if folder:
-            from engine_patches.reporting.report import Reporter
-
-            try:
-                reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")
-            except Exception as error:
-                logger.error("seamark: no reports, gateways learn nothing of this engine: %s", error)
-                return
-            setattr(self, REPORTS, reporter)
-            reporter.send()
-
-    return __init__
+        try:
+            reporter = Reporter(self, f"ipc://{folder}/{SENT_TO}")
+        except Exception as error:
+            logger.error("seamark: no reports, gateways learn nothing of this engine: %s", error)
+            return
+        setattr(self, REPORTS, reporter)
+        reporter.send()
 
 
-def report_with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
+@Patch(
+    "report",
+    f"{SCHEDULER}.make_stats",
+    why="the counts have to reach the process that the gateway reads them from",
+    until="vLLM lets plugins add to what its engines send",
+    mentions=("return SchedulerStats(",),
+    relies_on=(Shape(f"{SCHEDULER}.update_from_output", mentions=("stats := self.make_stats(",)),),
+)
+def report_with_stats(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `Scheduler.make_stats`, called at the end of each step, also with `--disable-log-stats`."""
-
-    def make_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
-        reporter = getattr(self, REPORTS, None)
-        if reporter is not None:
-            reporter.step_ends(busy=loads_may_have_changed(self.seamark.last_planned))
-        return original(self, *args, **kwargs)
-
-    return make_stats
+    reporter = getattr(self, REPORTS, None)
+    if reporter is not None:
+        reporter.step_ends(busy=loads_may_have_changed(self.seamark.last_planned))
+    return original(self, *args, **kwargs)
 
 
-def report_resets(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `Scheduler.reset_prefix_cache`, which no step may follow for hours."""
+@ours(
+    "report-reset",
+    f"{SCHEDULER}.reset_prefix_cache",
+    why="no step may follow an emptied cache for hours",
+)
+def report_resets(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
+    emptied = original(self, *args, **kwargs)
+    reporter = getattr(self, REPORTS, None)
+    if reporter is not None:
+        reporter.send()
+    return emptied
 
-    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        emptied = original(self, *args, **kwargs)
-        reporter = getattr(self, REPORTS, None)
-        if reporter is not None:
-            reporter.send()
-        return emptied
 
-    return reset_prefix_cache
-
-
-def tell_where(original: Callable[..., Any]) -> Callable[..., Any]:
+@ours(
+    "reports-found",
+    f"{SCHEDULER}.get_kv_event_publisher_config",
+    why="a gateway knows a worker by the address of its HTTP server, and reports are read at another one",
+)
+def tell_where(self: Any, *, original: Function) -> Any:
     """Replacement of `Scheduler.get_kv_event_publisher_config`, by which every frontend answers `/kv_event_sources`.
 
     A frontend in Rust has no other route of ours. A publisher of KV events is left as it is.
     """
+    config = original(self)
+    at = os.environ.get(READ_AT)
+    if config is not None or not at:
+        return config
+    from vllm.config.kv_events import KVEventsConfig
 
-    def get_kv_event_publisher_config(self: Any) -> Any:
-        config = original(self)
-        at = os.environ.get(READ_AT)
-        if config is not None or not at:
-            return config
-        from vllm.config.kv_events import KVEventsConfig
-
-        return KVEventsConfig(publisher="null", endpoint=f"tcp://{at}", topic=TOPIC)
-
-    return get_kv_event_publisher_config
+    return KVEventsConfig(publisher="null", endpoint=f"tcp://{at}", topic=TOPIC)

@@ -8,7 +8,6 @@ may have missed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +15,13 @@ import msgspec
 import zmq
 
 from engine_patches import kv_connectors
-from engine_patches.reporting.addresses import MAX_WAITING
 from engine_patches.scheduler import not_kept
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import Counts, GatewayLoad, loads_of_gateways
 from engine_patches.scheduler.states import StateEvent
+from engine_patches.settings import logger
 
-logger = logging.getLogger("vllm.seamark")
+MAX_WAITING = 1000  # reports that were sent and not taken: some kilobytes each
 
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -96,8 +95,6 @@ def report_of(scheduler: Any, constant: Mapping[str, Any], loads: dict[str, Gate
 
 
 class Reporter:
-    """Of one scheduler."""
-
     def __init__(self, scheduler: Any, address: str) -> None:
         """`address`: ZeroMQ's, of the collector."""
         self._scheduler = scheduler

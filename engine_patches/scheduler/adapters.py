@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import math
 import os
 import secrets
@@ -22,8 +21,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import ADAPTER, ADAPTERS, TAG
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.ledger import CORE, KV_CACHE_MANAGER, KV_CACHE_UTILS, Function, Shape, cure
+from engine_patches.settings import logger
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")  # vLLM loads the first that is there
@@ -36,8 +35,6 @@ NOT_YET: Signature = ()  # they may be read here, and have not answered
 
 
 class Key(NamedTuple):
-    """What tells an adapter's states from all others."""
-
     name: str
     path: str
     tag: str  # of the contents
@@ -146,7 +143,6 @@ class Adapters:
         return look.found[0]
 
     def _look(self, lora: Any, seconds: float, *, hashed: bool = False) -> _Look:
-        """A look that is waited for so long."""
         look = _Look(lora, hashed=hashed)
         try:
             thread = self._threads.pop()
@@ -239,7 +235,6 @@ def is_alone(request: Any) -> bool:
 
 
 def adapter_name(request: Any) -> str | None:
-    """Name of a request's adapter, None without one."""
     return getattr(getattr(request, "lora_request", None), "lora_name", None)
 
 
@@ -260,67 +255,99 @@ def _name(request: Any, adapter: Adapter | None) -> None:
         request.update_block_hashes()
 
 
-def hash_contents(original: Callable[..., Any]) -> Callable[..., Any]:
+adapter = functools.partial(
+    cure,
+    upstream="vllm#42125, #48352, #30931; vLLM warns of it when it loads in place",
+    until="vLLM's block hashes hold what an adapter contains",
+)
+
+
+@adapter(
+    "adapter-contents",
+    f"{KV_CACHE_UTILS}:_gen_lora_extra_hash_keys",
+    why="an adapter that is loaded again from its path is answered from what its old weights have computed",
+    mentions=('return [("lora", lora_request.lora_name, lora_request.lora_path)]',),
+    relies_on=(
+        Shape(f"{KV_CACHE_UTILS}:generate_block_hash_extra_keys", mentions=("_gen_lora_extra_hash_keys(request)",)),
+        Shape(f"{KV_CACHE_UTILS}:to_event_extra_keys", mentions=("key[1] for key in keys",)),
+        Shape(
+            "vllm.v1.request:Request.__init__",
+            mentions=("self.block_hashes: list[BlockHash] = []", "self.lora_request = lora_request"),
+        ),
+        Shape("vllm.v1.request:Request.update_block_hashes", mentions=("self._block_hasher(self)",)),
+    ),
+)
+def hash_contents(request: Any, *, original: Function) -> Any:
     """Replacement of `_gen_lora_extra_hash_keys`. In KV events vLLM goes on giving an adapter's name alone."""
-
-    def _gen_lora_extra_hash_keys(request: Any) -> Any:
-        keys = original(request)
-        if keys and not hasattr(request, TAG):
-            adapters = _asked.get(None)
-            _name(request, adapters.of(request.lora_request) if adapters is not None else None)
-        return [(*key, getattr(request, TAG)) for key in keys]
-
-    return _gen_lora_extra_hash_keys
+    keys = original(request)
+    if keys and not hasattr(request, TAG):
+        adapters = _asked.get(None)
+        _name(request, adapters.of(request.lora_request) if adapters is not None else None)
+    return [(*key, getattr(request, TAG)) for key in keys]
 
 
-def know_adapters_of_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+@adapter(
+    "adapter-of-request",
+    f"{CORE}.preprocess_add_request",
+    why="a request is hashed by the contents that its engine has loaded",
+    mentions=("Request.from_engine_core_request(request, self.request_block_hasher)",),
+)
+def know_adapters_of_requests(self: Any, request: Any, *, original: Function) -> Any:
     """Replacement of `EngineCore.preprocess_add_request`, where requests get their hashes, beside the engine's loop."""
-
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        token = _asked.set(_adapters(self))
-        try:
-            return original(self, request)
-        finally:
-            _asked.reset(token)
-
-    return preprocess_add_request
+    token = _asked.set(_adapters(self))
+    try:
+        return original(self, request)
+    finally:
+        _asked.reset(token)
 
 
-def note_loads(original: Callable[..., Any]) -> Callable[..., Any]:
+@adapter(
+    "adapter-loads",
+    f"{CORE}.add_lora",
+    why="what a load has read is what the workers hold from then on",
+    mentions=("self.model_executor.add_lora(lora_request)",),
+    relies_on=(
+        Shape(f"{CORE}.list_loras", "self"),
+        Shape(
+            "vllm.lora.worker_manager:LRUCacheWorkerLoRAManager.add_adapter",
+            mentions=("lora_request.lora_int_id not in self.list_adapters()", "or lora_request.load_inplace"),
+        ),
+        Shape(
+            "vllm.lora.lora_model:LoRAModel.from_local_checkpoint",
+            mentions=("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt"),
+        ),
+    ),
+)
+def note_loads(self: Any, lora_request: Any, *, original: Function) -> Any:
     """Replacement of `EngineCore.add_lora`, through which every API server loads adapters, into every rank."""
-
-    @functools.wraps(original)  # vLLM converts arguments by its annotations
-    def add_lora(self: Any, lora_request: Any) -> Any:
-        if not lora_request.load_inplace and lora_request.lora_int_id in self.list_loras():
-            return original(self, lora_request)  # loads nothing
-        answer = _adapters(self).load(lora_request, functools.partial(original, self))
-        _tell(self, _adapters(self).of(lora_request))
-        return answer
-
-    return add_lora
+    if not lora_request.load_inplace and lora_request.lora_int_id in self.list_loras():
+        return original(self, lora_request)  # loads nothing
+    answer = _adapters(self).load(lora_request, functools.partial(original, self))
+    _tell(self, _adapters(self).of(lora_request))
+    return answer
 
 
-def admit_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `EngineCore.add_request`.
-
-    Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
+@adapter(
+    "adapter-admission",
+    f"{CORE}.add_request",
+    why="a load may come between a request's hashes and its place in the queue, or with the request itself",
+    parameters="self, request, request_wave",
+    mentions=("self.scheduler.add_request(request)",),
+)
+def admit_by_adapter(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
+    """Between a request's hashes and its place in the queue its adapter may have been loaded. And one that says
     `load_inplace` has vLLM read the files in each of its steps: here they are read before the first, if they are new.
     """
-
-    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        lora = request.lora_request
-        if lora is not None and request._block_hasher is not None:
-            adapter = _loaded(self, request) if lora.load_inplace else _adapters(self).of(lora)
-            if not hasattr(request, TAG) or adapter is not getattr(request, ADAPTER):
-                _name(request, adapter)
-            _tell(self, adapter)
-        return original(self, request, *args, **kwargs)
-
-    return add_request
+    lora = request.lora_request
+    if lora is not None and request._block_hasher is not None:
+        adapter = _loaded(self, request) if lora.load_inplace else _adapters(self).of(lora)
+        if not hasattr(request, TAG) or adapter is not getattr(request, ADAPTER):
+            _name(request, adapter)
+        _tell(self, adapter)
+    return original(self, request, *args, **kwargs)
 
 
 def _loaded(engine: Any, request: Any) -> Adapter | None:
-    """The adapter of a request that loads it."""
     import msgspec
 
     lora, adapters = request.lora_request, _adapters(engine)
@@ -340,13 +367,20 @@ def _tell(engine: Any, adapter: Adapter | None) -> None:
         states.adapter_replaced(adapter.key.name)
 
 
-def look_up_by_adapter(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of both lookups of `KVCacheManager`: while a request has waited, its adapter may have changed."""
-
-    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        adapter = getattr(request, ADAPTER, None)
-        if adapter is not None and not adapter.computes(request.lora_request):
-            _name(request, None)
-        return original(self, request, *args, **kwargs)
-
-    return get_computed_blocks
+@adapter(
+    "adapter-lookup",
+    f"{KV_CACHE_MANAGER}.get_computed_blocks",
+    why="a load may come while a request waits, and before it is resumed",
+    mentions=("request.block_hashes",),
+)
+@adapter(
+    "adapter-lookup-connector",
+    f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
+    why="KV connectors look up in a way of their own",
+    mentions=("request.block_hashes",),
+)
+def look_up_by_adapter(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
+    adapter = getattr(request, ADAPTER, None)
+    if adapter is not None and not adapter.computes(request.lora_request):
+        _name(request, None)
+    return original(self, request, *args, **kwargs)

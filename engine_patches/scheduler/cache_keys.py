@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from engine_patches.footprint import LOCAL_HIT, WATCHES
+from engine_patches.ledger import KV_CACHE_MANAGER, MANAGERS, POOL, Function, Patch, Shape, ours
 from engine_patches.scheduler.planner import Grid
 
 
@@ -165,70 +166,95 @@ class Watch:
         self._cached = self._pool.cached_block_hash_to_block
 
 
-def watch_removed_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+@ours(
+    "evicted-states",
+    f"{POOL}._remove_cached_block_hashes",
+    why="a gateway that believes a prefix is held has to learn when it is evicted",
+    upstream="KV events, for listeners on a socket of their own that compute vLLM's hashes",
+    mentions=("removed_hashes.append(block_hash)", "return removed_hashes"),
+    relies_on=(
+        Shape(f"{POOL}._maybe_evict_cached_block", mentions=("evicted_hashes = self._remove_cached_block_hashes(",)),
+    ),
+)
+def watch_removed_keys(self: Any, block: Any, *, original: Function) -> Any:
     """Replacement of `BlockPool._remove_cached_block_hashes`, through which every key leaves the cache."""
-
-    def _remove_cached_block_hashes(self: Any, block: Any) -> Any:
-        removed = original(self, block)
-        if removed:
-            for watch in getattr(self, WATCHES, ()):
-                watch.keys_removed(removed)
-        return removed
-
-    return _remove_cached_block_hashes
+    removed = original(self, block)
+    if removed:
+        for watch in getattr(self, WATCHES, ()):
+            watch.keys_removed(removed)
+    return removed
 
 
-def keep_hinted_keys(original: Callable[..., None]) -> Callable[..., None]:
+@Patch(
+    "attention-keys",
+    f"{MANAGERS}:FullAttentionManager.cache_blocks",
+    why="without an attention key at the same position a state cannot be reached",
+    until="vLLM keeps keys at every checkpoint position",
+    parameters="self, request, num_tokens, retention_interval, replay_boundaries",
+    mentions=("self._cache_partial_tail_block(request, num_tokens)",),
+    relies_on=(
+        Shape(
+            f"{MANAGERS}:SingleTypeKVCacheManager._apply_cow",
+            mentions=("self._pending_cow_copies.append((source_block, cow_block))",),
+        ),
+        Shape(f"{POOL}._insert_block_hash", mentions=("self.cached_block_hashes_by_block.setdefault",)),
+    ),
+)
+def keep_hinted_keys(self: Any, request: Any, num_tokens: int, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `FullAttentionManager.cache_blocks`: keys that lead to a state survive vLLM's own longer ones."""
+    checkpoints = getattr(self, "seamark", None)
+    full_before = self.num_cached_block.get(request.request_id, 0)
+    original(self, request, num_tokens, *args, **kwargs)
+    if checkpoints is None or checkpoints.states is None:
+        return
+    state = checkpoints.state_of(request)
+    start = state.chunk_start
+    full = self.num_cached_block.get(request.request_id, 0)
+    if start >= request.num_prompt_tokens and full == full_before and not self._pending_cow_copies:
+        return  # a decode step inside a block: no key came and none went
+    copies = {copy.block_id for _, copy in self._pending_cow_copies}
+    blocks, in_pass = self.req_to_blocks[request.request_id], checkpoints.states.in_pass
+    # This step has yet to compute the rows from `start` on, and all rows of a private copy.
+    for block in blocks[start // self.block_size :]:
+        checkpoints.states.unwritten[block.block_id] = 0 if block.block_id in copies else start
 
-    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        checkpoints = getattr(self, "seamark", None)
-        full_before = self.num_cached_block.get(request.request_id, 0)
-        original(self, request, num_tokens, *args, **kwargs)
-        if checkpoints is None or checkpoints.states is None:
-            return
-        state = checkpoints.state_of(request)
-        start = state.chunk_start
-        full = self.num_cached_block.get(request.request_id, 0)
-        if start >= request.num_prompt_tokens and full == full_before and not self._pending_cow_copies:
-            return  # a decode step inside a block: no key came and none went
-        copies = {copy.block_id for _, copy in self._pending_cow_copies}
-        blocks, in_pass = self.req_to_blocks[request.request_id], checkpoints.states.in_pass
-        # This step has yet to compute the rows from `start` on, and all rows of a private copy.
-        for block in blocks[start // self.block_size :]:
-            checkpoints.states.unwritten[block.block_id] = 0 if block.block_id in copies else start
+    def needs_key(position: int) -> bool:
+        index = position // self.block_size
+        # A block that was full before this call has its keys and keeps them.
+        if position > num_tokens or index < full_before or index >= len(blocks):
+            return False
+        # This step's copies fill a private copy; a request that finds it in this very step would copy it empty.
+        return position == num_tokens or blocks[index].block_id not in copies
 
-        def needs_key(position: int) -> bool:
-            index = position // self.block_size
-            # A block that was full before this call has its keys and keeps them.
-            if position > num_tokens or index < full_before or index >= len(blocks):
-                return False
-            # This step's copies fill a private copy; a request that finds it in this very step would copy it empty.
-            return position == num_tokens or blocks[index].block_id not in copies
-
-        drop = checkpoints.grid.drop_in(self)
-        positions = (position + drop for position in (state.states if in_pass else state.wish.positions))
-        keep_attention_keys(self, request, filter(needs_key, positions))
-
-    return cache_blocks
+    drop = checkpoints.grid.drop_in(self)
+    positions = (position + drop for position in (state.states if in_pass else state.wish.positions))
+    keep_attention_keys(self, request, filter(needs_key, positions))
 
 
-def avoid_unwritten_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `KVCacheManager.get_computed_blocks`.
-
-    A prefix that ends inside a block is resumed on a copy of the block, and copies run before the step computes
+@Patch(
+    "written-rows",
+    f"{KV_CACHE_MANAGER}.get_computed_blocks",
+    why="a partial hit must not copy a block that another request of the same step is about to fill",
+    upstream="unreported; vLLM defers such a request only if state and rows are registered together",
+    until="vLLM defers partial hits on any block registered in the same step",
+    mentions=("self.empty_kv_cache_blocks, 0, 0", "return blocks, num_new_computed_tokens,"),
+    relies_on=(
+        Shape(
+            "vllm.v1.core.block_pool:BlockHashToBlockMap.insert",
+            mentions=("self._cache[key] = {blocks.block_id: blocks, block.block_id: block}",),
+        ),
+    ),
+)
+def avoid_unwritten_rows(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
+    """A prefix that ends inside a block is resumed on a copy of the block, and copies run before the step computes
     anything. A block that another request of the same step fills, itself perhaps a copy, would be copied empty: its
     keys are out already, and vLLM's own deferral misses it if its state is older than its rows.
     """
-
-    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, request, *args, **kwargs)
-        if not _avoids_unwritten_rows(self, request, *found[:2]):
-            found = self.empty_kv_cache_blocks, 0, 0
-        setattr(request, LOCAL_HIT, found[1])
-        return found
-
-    return get_computed_blocks
+    found = original(self, request, *args, **kwargs)
+    if not _avoids_unwritten_rows(self, request, *found[:2]):
+        found = self.empty_kv_cache_blocks, 0, 0
+    setattr(request, LOCAL_HIT, found[1])
+    return found
 
 
 def look_up(manager: Any, request: Any, at_most: int) -> Any:
@@ -238,16 +264,21 @@ def look_up(manager: Any, request: Any, at_most: int) -> Any:
     return found if _avoids_unwritten_rows(manager, request, *found[:2]) else (manager.empty_kv_cache_blocks, 0, 0)
 
 
-def avoid_unwritten_rows_with_a_connector(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `KVCacheManager.get_computed_blocks_for_connector`, which looks up without the other."""
-
-    def get_computed_blocks_for_connector(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, request, *args, **kwargs)
-        if _avoids_unwritten_rows(self, request, *found[:2]):
-            return found
-        return *self.get_computed_blocks(request, *args, **kwargs), False
-
-    return get_computed_blocks_for_connector
+@Patch(
+    "written-rows-connector",
+    f"{KV_CACHE_MANAGER}.get_computed_blocks_for_connector",
+    why="KV connectors look up in a way of their own, and must not copy such a block either",
+    upstream="see written-rows",
+    until="as written-rows",
+    mentions=("return *self.get_computed_blocks(request", "return blocks, num_local, 0,"),
+)
+def avoid_unwritten_rows_with_a_connector(
+    self: Any, request: Any, *args: Any, original: Function, **kwargs: Any
+) -> Any:
+    found = original(self, request, *args, **kwargs)
+    if _avoids_unwritten_rows(self, request, *found[:2]):
+        return found
+    return *self.get_computed_blocks(request, *args, **kwargs), False
 
 
 def _avoids_unwritten_rows(manager: Any, request: Any, blocks: Any, hit: int) -> bool:

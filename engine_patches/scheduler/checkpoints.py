@@ -20,9 +20,9 @@ from engine_patches.scheduler.drafts import AcceptedDrafts, DraftGate, is_own, i
 from engine_patches.scheduler.earlier_prompts import ExpectedJunctions, LadderUse, Outcomes, SeenPrefixes, TurnValue
 from engine_patches.scheduler.fan_out import PrefillGate
 from engine_patches.scheduler.long_prefills import LongPrefills
-from engine_patches.scheduler.low_priority import LowBlocks
 from engine_patches.scheduler.planner import CheckpointTarget, Grid, Planner, RequestState, TurnEnd, Wish
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal
+from engine_patches.scheduler.retention import LowBlocks
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
 
@@ -140,7 +140,7 @@ class Checkpoints:
             wanted.append(CheckpointTarget(edge, planner.SPARE))
             positions.append(edge)
         rungs = 0 if is_own(request) else self.ladder.rungs(tokens - state.resumed_at, self.step_time)
-        if self.states is not None and not self.states.has_idle_for(rungs):
+        if self.states is not None and not self.states.has_idle(rungs, rungs=True):
             rungs = min(rungs, planner.FEW_RUNGS)
         places = self.planner.ladder(self.grid.floor(resumable), positions, felt, rungs)
         return wanted + [CheckpointTarget(place, planner.RUNG) for place in places if start < place <= end]
@@ -175,7 +175,7 @@ class Checkpoints:
     def finds_room(self, request: Any, target: CheckpointTarget) -> bool:
         """Whether a request's state at a target is likely to be written, by what the cache holds now."""
         is_spare = self.planner.is_spare(self.state_of(request).wish, target)
-        return not is_spare or (self.states is not None and self.states.has_idle)
+        return not is_spare or (self.states is not None and self.states.has_idle())
 
     def reserve(self, request: Any, target: CheckpointTarget) -> list[Any] | None:
         """Blocks for a state that this step writes, one per recurrent group; None if the cache has none to spare."""
@@ -186,7 +186,7 @@ class Checkpoints:
         own = before is not None and target.position > before.start
         turn = own or self.planner.ends_a_turn(wish, target, state.resumed_at)
         spare = self.planner.is_spare(wish, target)
-        rung = target.kind == planner.RUNG or (target.kind == planner.SPARE and not self.states.has_idle)
+        rung = target.kind == planner.RUNG or (target.kind == planner.SPARE and not self.states.has_idle())
         blocks = self.states.reserve(request, target.position, turn, spare=spare, rung=rung, low=wish.is_low)
         if blocks is not None:
             self.state_written(request, blocks[0].block_hash, target.kind)

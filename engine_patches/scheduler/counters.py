@@ -57,9 +57,8 @@ class Counts(Struct, kw_only=True, omit_defaults=True):
     # Seconds that requests waited behind long prompts, by the threshold (tokens) that would have let them by.
     long_prefill_waits: dict[str, float] = field(default_factory=Counter)
     requests: list[AdmittedRequest] = field(default_factory=list)
-    pinned: list[tuple[str, str]] = field(
-        default_factory=list
-    )  # requests that are among those, now or earlier, and fates
+    # Requests that are among those, now or earlier, and fates.
+    pinned: list[tuple[str, str]] = field(default_factory=list)
 
     @property
     def empty(self) -> bool:
@@ -68,8 +67,6 @@ class Counts(Struct, kw_only=True, omit_defaults=True):
 
 
 class Counters:
-    """Counts events until a report takes them."""
-
     def __init__(self) -> None:
         self.counts = Counts()
         self.disk_bytes = 0  # of states in files
@@ -111,8 +108,6 @@ class Counters:
 
 
 class GatewayLoad(NamedTuple):
-    """What a gateway has an engine do."""
-
     requests: int  # under way
     prefill_tokens: int  # of their prompts, still to be computed
 

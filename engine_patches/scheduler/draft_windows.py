@@ -18,12 +18,13 @@ On vLLM 0.32 a head that reads one token past a row (MTP) may find its last row 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from engine_patches import ledger
+from engine_patches.ledger import KV_CACHE_MANAGER, KV_CACHE_UTILS, RUNNER_V1, RUNNER_V2, Function, Patch, Shape, holds
 from engine_patches.scheduler.cache_keys import key_at, look_up
 from engine_patches.scheduler.earlier_prompts import Latest
 from engine_patches.scheduler.planner import Grid, RequestState
@@ -33,6 +34,11 @@ PATCH = "draft-windows"  # that puts rows into hits
 
 # What a hit finds of the window: all of it, or none; or it was given up so that the next one finds it again.
 HELD, ZEROED, HEALED = "held", "zeroed", "healed"
+
+# vLLM 0.31 asks all groups for what they find between blocks.
+LEFT_OUT_OF_LOOKUPS = Shape(
+    f"{KV_CACHE_UTILS}:partial_hash_hits_enabled", mentions=("if group.kv_cache_spec.prefix_cacheable\n",)
+)
 
 MAX_HEALED = 4096  # states whose hits were given up for their windows, so that none is twice in a row
 MAX_LOOKUPS = 8  # shorter hits that are looked up in place of one that is given up
@@ -131,7 +137,6 @@ class Acceptance:
         self.steps, self.accepted = [0, 0], [0, 0]  # by whether the rows were there
 
     def add(self, rows: bool, steps: int, accepted: int) -> None:
-        """A request has verified drafts in so many steps."""
         self.steps[rows] += steps
         self.accepted[rows] += accepted
         if self.steps[rows] > MOST_STEPS:
@@ -281,14 +286,39 @@ def _window(manager: Any, position: int) -> range:
     return range(manager.get_num_skipped_tokens(position) // manager.block_size, -(-position // manager.block_size))
 
 
-def put_rows_into_hits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `KVCacheManager.get_computed_blocks`."""
-
-    def get_computed_blocks(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, request, *args, **kwargs)
-        checkpoints = getattr(self, "seamark", None)
-        if checkpoints is None or checkpoints.states is None or checkpoints.states.windows is None:
-            return found
-        return checkpoints.states.windows.of_hit(self, request, found, ours=checkpoints.drafts.admits(request))
-
-    return get_computed_blocks
+@Patch(
+    PATCH,
+    f"{KV_CACHE_MANAGER}.get_computed_blocks",
+    why="a draft head's sliding window makes vLLM find whole blocks only; its rows can follow a hit instead",
+    upstream="vllm#53786, #54360",
+    until="vLLM finds sliding windows at any match unit (`supports_fine_grained_hash_lookup`)",
+    relies_on=(
+        LEFT_OUT_OF_LOOKUPS,
+        Shape(
+            "vllm.v1.core.kv_cache_coordinator:HybridKVCacheCoordinator.verify_and_split_kv_cache_groups",
+            mentions=("if not g.kv_cache_spec.prefix_cacheable:\n                continue",),
+        ),
+        # A row that is not held is zero: new blocks are zeroed first, and then some are copied over.
+        Shape(
+            f"{RUNNER_V1}:GPUModelRunner._update_states",
+            mentions=(
+                "self._zero_block_ids(scheduler_output.new_block_ids_to_zero)\n"
+                "        if scheduler_output.kv_cache_block_copies:",
+            ),
+        ),
+        Shape(
+            f"{RUNNER_V2}:GPUModelRunner.update_requests",
+            mentions=(
+                "self.kv_block_zeroer.zero_block_ids(scheduler_output.new_block_ids_to_zero)\n\n"
+                "        # Apply copy-on-write block copies for partial prefix-cache hits, after\n",
+            ),
+        ),
+    ),
+    applies=lambda: holds(LEFT_OUT_OF_LOOKUPS),
+)
+def put_rows_into_hits(self: Any, request: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
+    found = original(self, request, *args, **kwargs)
+    checkpoints = getattr(self, "seamark", None)
+    if checkpoints is None or checkpoints.states is None or checkpoints.states.windows is None:
+        return found
+    return checkpoints.states.windows.of_hit(self, request, found, ours=checkpoints.drafts.admits(request))

@@ -11,7 +11,6 @@ what chance cannot explain makes the trial be repeated.
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 from engine_patches import settings, speculation
 from engine_patches.footprint import OWN
 from engine_patches.scheduler.refusals import SPECULATIVE, Refusal, refused
+from engine_patches.settings import logger
 
 NONE, ON, OFF, ON_TRIAL, OPEN, CLOSED = "", "on", "off", "trial", "open", "closed"
 
@@ -36,12 +36,8 @@ CLEARLY_FINE, CLEARLY_WORSE = 2.0, 4.0
 FEWEST_STEPS, LIVE_CLEARLY_WORSE = 2000, 4.5
 FEWEST_REQUESTS = 30  # of each kind: the steps of one request are alike
 
-logger = logging.getLogger("vllm.seamark")
-
 
 class AcceptedDrafts(NamedTuple):
-    """Drafts of one answer or several."""
-
     steps: int = 0  # that verified drafts
     tokens: int = 0  # drafts that were right
 
@@ -85,8 +81,6 @@ def judge_pairs(pairs: Sequence[AcceptedPair], *, is_last: bool) -> PairedFindin
 
 @dataclass
 class _Sums:
-    """Requests of one kind."""
-
     requests: int = 0
     steps: int = 0
     tokens: int = 0
@@ -134,8 +128,6 @@ class LiveAcceptance:
 
 @dataclass
 class DraftGate:
-    """Of one scheduler."""
-
     state: str = NONE  # without drafts
     why: str = ""  # it is closed, in words
     figures: str = ""  # of the trial, in words

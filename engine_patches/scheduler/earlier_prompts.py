@@ -128,8 +128,6 @@ class SeenPrefixes:
 
 @dataclass
 class TurnHead:
-    """What is known of one head's conversations."""
-
     unresumed: int = 0  # ends in a row that nobody came back to
     passed: int = 0  # ends since then
 

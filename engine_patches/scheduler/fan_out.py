@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from engine_patches.ledger import SCHEDULER, Function, Patch, Shape
 from engine_patches.scheduler.planner import CLOSEST, EXPECTED, NEAR, CheckpointTarget, Grid, RequestState
 from engine_patches.scheduler.step_time import StepTime
 
@@ -53,8 +54,6 @@ class ExpectedState(NamedTuple):
 
 @dataclass
 class Wait:
-    """A request that is held back."""
-
     since: float  # seconds, by the gate's clock
     leader: str  # id
     leaders: int  # waited for so far
@@ -281,28 +280,44 @@ def _is_coming(leader: Any, position: int) -> bool:
     return bool(leader.status == RequestStatus.RUNNING)
 
 
-def hold_followers(original: Callable[..., bool]) -> Callable[..., bool]:
+@Patch(
+    "fan-out",
+    f"{SCHEDULER}._handle_blocked_waiting_request",
+    why="a request waits while a running one computes its prefix, if that saves time",
+    upstream="RFC vllm#55697 holds followers too",
+    until="vLLM shares a cold prefix among requests",
+    mentions=("return True", "return False"),
+    relies_on=(
+        Shape(
+            f"{SCHEDULER}.schedule",
+            mentions=(
+                "self._handle_blocked_waiting_request(request)",
+                "self.max_num_scheduled_tokens",
+                "self.max_num_running_reqs",
+                "num_running >= self.max_num_active_reqs",
+                "self.scheduler_config.long_prefill_token_threshold",
+            ),
+        ),
+    ),
+)
+def hold_followers(self: Any, request: Any, *, original: Function) -> bool:
     """Replacement of `Scheduler._handle_blocked_waiting_request`: False keeps one request waiting, and only that."""
+    from vllm.v1.request import RequestStatus
 
-    def _handle_blocked_waiting_request(self: Any, request: Any) -> bool:
-        from vllm.v1.request import RequestStatus
-
-        if not original(self, request):
-            return False
-        checkpoints = self.seamark
-        gate: PrefillGate | None = checkpoints.gate
-        if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
-            return True
-        # To wait for others would spare nothing to a request whose states a KV connector brings.
-        is_loaded = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill")
-        if not request.skip_reading_prefix_cache and not is_loaded and _waits(self, gate, request):
-            return False
-        if (held := gate.release(request)) is not None:
-            checkpoints.counters.counts.followers["held"] += 1
-            checkpoints.counters.counts.spent_seconds += held
+    if not original(self, request):
+        return False
+    checkpoints = self.seamark
+    gate: PrefillGate | None = checkpoints.gate
+    if gate is None or request.status != RequestStatus.WAITING or request.num_computed_tokens:
         return True
-
-    return _handle_blocked_waiting_request
+    # To wait for others would spare nothing to a request whose states a KV connector brings.
+    is_loaded = (getattr(request, "kv_transfer_params", None) or {}).get("do_remote_prefill")
+    if not request.skip_reading_prefix_cache and not is_loaded and _waits(self, gate, request):
+        return False
+    if (held := gate.release(request)) is not None:
+        checkpoints.counters.counts.followers["held"] += 1
+        checkpoints.counters.counts.spent_seconds += held
+    return True
 
 
 def _waits(scheduler: Any, gate: PrefillGate, request: Any) -> bool:

@@ -12,9 +12,9 @@ off each match, so there the unit is fine, and states stay on chunk ends.
 from __future__ import annotations
 
 import inspect
-import logging
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,17 +23,19 @@ from engine_patches.footprint import LOADED
 from engine_patches.forward.layers import is_promised
 from engine_patches.forward.loaded_weights import Weights
 from engine_patches.kv_connectors import ConnectorLane
+from engine_patches.ledger import Function, Patch, Shape, ours
 from engine_patches.scheduler import draft_windows, not_kept, refusals, transfers
 from engine_patches.scheduler.cache_keys import HeldKeys, keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.draft_windows import DraftWindows, left_out_spec
 from engine_patches.scheduler.drafts import ON_TRIAL, DraftGate, is_own
 from engine_patches.scheduler.fan_out import PrefillGate
-from engine_patches.scheduler.low_priority import LowBlocks
 from engine_patches.scheduler.planner import HINTED, LEARNED, TAIL, Grid, RequestState
 from engine_patches.scheduler.refusals import NO_STATES, GroupRole, Refusal, refused, role_of
+from engine_patches.scheduler.retention import LowBlocks
 from engine_patches.scheduler.states import States
 from engine_patches.scheduler.step_time import StepTime
+from engine_patches.settings import logger
 
 DEFAULT_UNIT = 16  # tokens
 
@@ -41,8 +43,6 @@ UNIT, BLOCK = 16, 64  # tokens, of the toy cache that is checked
 
 # Methods of vLLM's workers that can be called from outside and only read.
 LEAVE_WEIGHTS = ("compute_weight_checksums", "get_model_inspection", "synchronize_device")
-
-logger = logging.getLogger("vllm.seamark")
 
 
 def unit_of(vllm_config: Any) -> int:
@@ -66,98 +66,113 @@ def state_alignment(specs: Sequence[Any], vllm_config: Any, match_unit: int) -> 
     return math.lcm(match_unit, *(kernel_chunk(spec, vllm_config) for spec in specs))
 
 
-def default_to_fine_unit(original: Callable[..., Any]) -> Callable[..., Any]:
+@Patch(
+    "match-unit",
+    f"{ledger.KV_CACHE_UTILS}:resolve_kv_cache_block_sizes",
+    why="prefixes of hybrids are matched by blocks of 500 to 8,000 tokens unless the user asks for less",
+    upstream="--prefix-match-unit",
+    until="vLLM defaults to a fine unit for hybrids",
+    mentions=("cache_config.prefix_match_unit", "raise ValueError"),
+    rebind=("vllm.v1.engine.core",),
+)
+def default_to_fine_unit(kv_cache_config: Any, vllm_config: Any, *, original: Function) -> Any:
     """Replacement of `resolve_kv_cache_block_sizes`: if the user set nothing, hybrids get a fine unit.
 
     It is the finest that states are placed on, or `DEFAULT_UNIT` if that one does not divide the model's cache blocks.
     """
+    from vllm.v1.kv_cache_interface import MambaSpec
 
-    def resolve_kv_cache_block_sizes(kv_cache_config: Any, vllm_config: Any) -> Any:
-        from vllm.v1.kv_cache_interface import MambaSpec
-
-        cache_config = vllm_config.cache_config
-        refuses = refusals.by_configuration(vllm_config) is not None
-        if not refuses:
-            draft_windows.leave_out(kv_cache_config, vllm_config)
-        coarse = original(kv_cache_config, vllm_config)
-        groups = kv_cache_config.kv_cache_groups
-        recurrent = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
-        if cache_config.prefix_match_unit is not None or refuses or not recurrent or len(groups) < 2:
-            return coarse
-        units, compressed = {DEFAULT_UNIT}, refusals.compression(groups, vllm_config)
-        if not speculation.drops(vllm_config):
-            units.add(state_alignment(recurrent, vllm_config, DEFAULT_UNIT))
-        for unit in sorted({math.lcm(each, *compressed) for each in units}, reverse=True):
-            cache_config.prefix_match_unit = unit
-            try:
-                return original(kv_cache_config, vllm_config)
-            except ValueError:  # the unit does not divide vLLM's blocks
-                cache_config.prefix_match_unit = None
+    cache_config = vllm_config.cache_config
+    refuses = refusals.by_configuration(vllm_config) is not None
+    if not refuses:
+        draft_windows.leave_out(kv_cache_config, vllm_config)
+    coarse = original(kv_cache_config, vllm_config)
+    groups = kv_cache_config.kv_cache_groups
+    recurrent = [g.kv_cache_spec for g in groups if isinstance(g.kv_cache_spec, MambaSpec)]
+    if cache_config.prefix_match_unit is not None or refuses or not recurrent or len(groups) < 2:
         return coarse
+    units, compressed = {DEFAULT_UNIT}, refusals.compression(groups, vllm_config)
+    if not speculation.drops(vllm_config):
+        units.add(state_alignment(recurrent, vllm_config, DEFAULT_UNIT))
+    for unit in sorted({math.lcm(each, *compressed) for each in units}, reverse=True):
+        cache_config.prefix_match_unit = unit
+        try:
+            return original(kv_cache_config, vllm_config)
+        except ValueError:  # the unit does not divide vLLM's blocks
+            cache_config.prefix_match_unit = None
+    return coarse
 
-    return resolve_kv_cache_block_sizes
 
-
-def set_up_checkpoints(original: Callable[..., None]) -> Callable[..., None]:
+@Patch(
+    "checkpoints-set-up",
+    f"{ledger.SCHEDULER}.__init__",
+    why="hints and states need one place that knows them, and states are kept between block edges too",
+    until="vLLM takes checkpoint positions from requests (RFC vllm#55697)",
+    mentions=(
+        "self.hash_block_size = hash_block_size",
+        "self.mamba_partial_cache_hit = (",
+        "self.mamba_shared_prefix_checkpoint = (",
+        "self.use_eagle_block_drop",
+        "self.num_spec_tokens",
+    ),
+    relies_on=(Shape(f"{ledger.KV_CACHE_MANAGER}.__init__", mentions=("manager.shared_prefix_checkpoint",)),),
+)
+def set_up_checkpoints(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `Scheduler.__init__`: every scheduler and its cache managers share one `Checkpoints`."""
+    from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from vllm.v1.core.single_type_kv_cache_manager import MambaManager
-
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        if refusals.by_configuration(given["vllm_config"]) is None:
-            draft_windows.leave_out(given["kv_cache_config"], given["vllm_config"])
-        original(self, *args, **kwargs)
-        managers = self.kv_cache_manager.coordinator.single_type_managers
-        recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
-        refusal = _refusal(self, recurrent) if recurrent else None
-        if refusal is not None:
-            draft_windows.put_back(self)
-            logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
-        specs = [_group_of(self, manager).kv_cache_spec for manager in recurrent if refusal is None]
-        connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
-        in_pass = bool(specs) and connector.lane is ConnectorLane.INSIDE and all(map(is_promised, specs))
-        self.seamark = checkpoints = Checkpoints(
-            grid=_grid(self, specs if in_pass else ()),
-            block_size=self.block_size,
-            refusal=refusal,
-            weights=Weights.of(self.vllm_config),
-            verified=1 + self.num_spec_tokens,
-            drafts=DraftGate.of(self.vllm_config, refusal) if recurrent else DraftGate(),
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    if refusals.by_configuration(given["vllm_config"]) is None:
+        draft_windows.leave_out(given["kv_cache_config"], given["vllm_config"])
+    original(self, *args, **kwargs)
+    managers = self.kv_cache_manager.coordinator.single_type_managers
+    recurrent = [manager for manager in managers if isinstance(manager, MambaManager)]
+    refusal = _refusal(self, recurrent) if recurrent else None
+    if refusal is not None:
+        draft_windows.put_back(self)
+        logger.warning("seamark: hints are refused, vLLM caches as it does alone: %s", refusal.cause)
+    specs = [_group_of(self, manager).kv_cache_spec for manager in recurrent if refusal is None]
+    connector = kv_connectors.decide(self.vllm_config) if specs else kv_connectors.WITHOUT
+    in_pass = bool(specs) and connector.lane is ConnectorLane.INSIDE and all(map(is_promised, specs))
+    self.seamark = checkpoints = Checkpoints(
+        grid=_grid(self, specs if in_pass else ()),
+        block_size=self.block_size,
+        refusal=refusal,
+        weights=Weights.of(self.vllm_config),
+        verified=1 + self.num_spec_tokens,
+        drafts=DraftGate.of(self.vllm_config, refusal) if recurrent else DraftGate(),
+    )
+    if specs:
+        checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
+        if windows := draft_windows.windows_among(managers):
+            states.windows = DraftWindows(states.keys.pool, checkpoints.grid, windows, checkpoints.step_time)
+        if in_pass and settings.fan_out():
+            checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
+        _tell_vllm(self, recurrent, in_pass)
+        warn_of_a_short_cache(self, specs)
+        mamba = getattr(self.vllm_config, "mamba_config", None)
+        warn_of_narrow_states(specs, at_random=bool(getattr(mamba, "enable_stochastic_rounding", False)))
+        logger.info(
+            "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
+            "inside the pass" if in_pass else "at the ends of chunks, one pass each",
+            checkpoints.grid.alignment,
+            checkpoints.grid.unit,
+            checkpoints.block_size,
+            f"; KV connector {', '.join(connector.names)}" if connector.names else "",
+            f": {connector.reason}" if connector.reason else "",
         )
-        if specs:
-            checkpoints.states = states = _states(self, recurrent, checkpoints.grid, in_pass)
-            if windows := draft_windows.windows_among(managers):
-                states.windows = DraftWindows(states.keys.pool, checkpoints.grid, windows, checkpoints.step_time)
-            if in_pass and settings.fan_out():
-                checkpoints.gate = PrefillGate(checkpoints.step_time, checkpoints.grid)
-            _tell_vllm(self, recurrent, in_pass)
-            warn_of_a_short_cache(self, specs)
-            mamba = getattr(self.vllm_config, "mamba_config", None)
-            warn_of_narrow_states(specs, at_random=bool(getattr(mamba, "enable_stochastic_rounding", False)))
-            logger.info(
-                "seamark: states are written %s, on multiples of %d tokens; match unit %d, cache block %d tokens%s%s",
-                "inside the pass" if in_pass else "at the ends of chunks, one pass each",
-                checkpoints.grid.alignment,
-                checkpoints.grid.unit,
-                checkpoints.block_size,
-                f"; KV connector {', '.join(connector.names)}" if connector.names else "",
-                f": {connector.reason}" if connector.reason else "",
-            )
-            if checkpoints.drafts.state == ON_TRIAL:
-                told = f"until this engine's answers have agreed ({settings.DRAFTS}={settings.AUTO})"
-                logger.info("seamark: beside drafts, hints are on trial: vLLM caches by itself %s", told)
-            transfers.introduce(self, checkpoints, states)
-            if (introduce := getattr(self.connector, "seamark_introduce", None)) is not None:  # our own
-                introduce(checkpoints, states.keys.pool)
-        not_kept.leave_out(self)
-        checkpoints.low = LowBlocks(self)
-        if checkpoints.states is not None:
-            checkpoints.states.retention.low = checkpoints.low.keys
-        for manager in (self.kv_cache_manager, *managers):
-            manager.seamark = checkpoints
-
-    return __init__
+        if checkpoints.drafts.state == ON_TRIAL:
+            told = f"until this engine's answers have agreed ({settings.DRAFTS}={settings.AUTO})"
+            logger.info("seamark: beside drafts, hints are on trial: vLLM caches by itself %s", told)
+        transfers.introduce(self, checkpoints, states)
+        if (introduce := getattr(self.connector, "seamark_introduce", None)) is not None:  # our own
+            introduce(checkpoints, states.keys.pool)
+    not_kept.leave_out(self)
+    checkpoints.low = LowBlocks(self)
+    if checkpoints.states is not None:
+        checkpoints.states.retention.low = checkpoints.low.keys
+    for manager in (self.kv_cache_manager, *managers):
+        manager.seamark = checkpoints
 
 
 def _group_of(scheduler: Any, manager: Any) -> Any:
@@ -177,35 +192,23 @@ def _refusal(scheduler: Any, recurrent: Sequence[Any]) -> Refusal | None:
     """Why a scheduler with `recurrent` managers refuses hints; None if it does not, and has made sure that it can."""
     if (found := refusals.by_scheduler(scheduler, recurrent)) is not None:
         return found
-    try:
-        managers = scheduler.kv_cache_manager.coordinator.single_type_managers
-        preflight(windows=bool(draft_windows.windows_among(managers)))
-    except PreflightFailed as error:
-        return refused(NO_STATES, f"this vLLM's cache fails the preflight check: {error}")
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    if fault := preflight(windows=bool(draft_windows.windows_among(managers))):
+        return refused(NO_STATES, f"this vLLM's cache fails the preflight check: {fault}")
     if not ledger.rely_on_patches():
         return refused(NO_STATES, "the patches were taken back when a module of vLLM differed; the log says which")
     return None
 
 
-class PreflightFailed(Exception):
-    """vLLM's cache behaves otherwise than Seamark relies on; the message says how."""
-
-
-def preflight(*, windows: bool = False) -> None:
-    """Raise `PreflightFailed` if a toy cache of vLLM's own classes, and a draft head's `windows`, behave otherwise."""
+def preflight(*, windows: bool = False) -> str:
+    """How a toy cache of vLLM's own classes, and a head's `windows`, behave otherwise than relied on, or ""."""
     try:
-        _check()
-        if windows:
-            _check_windows()
-    except PreflightFailed:
-        raise
+        for what, found, wanted in itertools.chain(_cache_facts(), _window_facts() if windows else ()):
+            if found != wanted:
+                return f"{what}: {found!r}, expected {wanted!r}"
     except Exception as error:
-        raise PreflightFailed(f"{type(error).__name__}: {error}") from error
-
-
-def _expect(what: str, found: Any, wanted: Any) -> None:
-    if found != wanted:
-        raise PreflightFailed(f"{what}: {found!r}, expected {wanted!r}")
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _toy(name: str, units: int) -> Any:
@@ -217,7 +220,7 @@ def _toy(name: str, units: int) -> Any:
     )
 
 
-def _check() -> None:
+def _cache_facts() -> Iterator[tuple[str, Any, Any]]:
     import torch
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
@@ -235,26 +238,26 @@ def _check() -> None:
 
     (block,) = pool.get_new_blocks(1)
     pool.cache_partial_block(request, block, 3 * UNIT, recurrent, BLOCK)
-    _expect("a state inside a block is found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT)
+    yield "a state inside a block is found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT
     table = pool.get_new_blocks(2)
     manager = SimpleNamespace(
         req_to_blocks={"toy": table}, block_size=BLOCK, block_pool=pool, kv_cache_group_id=attention
     )
     keep_attention_keys(manager, request, [UNIT, 3 * UNIT])
-    _expect("attention rows inside a block are found at", longest_hit(FullAttentionManager, rows, attention), 3 * UNIT)
+    yield "attention rows inside a block are found at", longest_hit(FullAttentionManager, rows, attention), 3 * UNIT
     pool.cache_full_blocks(request, table, 0, 1, BLOCK, attention)
     keep_attention_keys(manager, request, [UNIT, 3 * UNIT, 5 * UNIT])
     for position in (1, 3, 4, 5):
         found = pool.get_cached_block(request.block_hashes[position - 1], [attention])
-        _expect(f"the block of token {position * UNIT}", found, [table[0] if position <= 4 else table[1]])
+        yield f"the block of token {position * UNIT}", found, [table[0] if position <= 4 else table[1]]
     pool.free_blocks([block, *table])
-    _expect("a freed state is still found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT)
+    yield "a freed state is still found at", longest_hit(MambaManager, state, recurrent), 3 * UNIT
     pool.get_new_blocks(5)
-    _expect("an evicted state is found at", longest_hit(MambaManager, state, recurrent), 0)
-    _expect("evicted attention rows are found at", longest_hit(FullAttentionManager, rows, attention), 0)
+    yield "an evicted state is found at", longest_hit(MambaManager, state, recurrent), 0
+    yield "evicted attention rows are found at", longest_hit(FullAttentionManager, rows, attention), 0
 
 
-def _check_windows() -> None:
+def _window_facts() -> Iterator[tuple[str, Any, Any]]:
     """A request takes over a draft head's rows, or gets new blocks in their place, which are to be zeroed."""
     import torch
     from vllm.v1.core.block_pool import BlockPool
@@ -274,17 +277,17 @@ def _check_windows() -> None:
         return new
 
     new = begins("first", [])
-    _expect("a window that is not held is", manager.req_to_blocks["first"], [pool.null_block, *new])
-    _expect("its blocks to zero are", manager.take_new_block_ids(), [block.block_id for block in new])
+    yield "a window that is not held is", manager.req_to_blocks["first"], [pool.null_block, *new]
+    yield "its blocks to zero are", manager.take_new_block_ids(), [block.block_id for block in new]
     manager.cache_blocks(request, end, replay_boundaries=[])
-    _expect("blocks of a window have keys", [block.block_hash for block in new], [None] * len(new))
+    yield "blocks of a window have keys", [block.block_hash for block in new], [None] * len(new)
     windows.keep(request, RequestState(), [hit])
     keys = windows.keys_at(request, hit)
     found = [pool.cached_block_hash_to_block.get_one_block(key) for key in keys]
-    _expect("the rows before a hit are found in", found, new)
+    yield "the rows before a hit are found in", found, new
     new_for_second = begins("second", [pool.null_block, *new])
-    _expect("a hit takes over", manager.req_to_blocks["second"], [pool.null_block, *new[:2], *new_for_second])
-    _expect("a hit copies", manager.take_pending_cow_copies(), [(new[2], new_for_second[0])])
+    yield "a hit takes over", manager.req_to_blocks["second"], [pool.null_block, *new[:2], *new_for_second]
+    yield "a hit copies", manager.take_pending_cow_copies(), [(new[2], new_for_second[0])]
 
 
 def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> None:
@@ -306,13 +309,12 @@ def warn_of_narrow_states(specs: Iterable[Any], *, at_random: bool = False) -> N
 
 
 def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool) -> States:
-    """Those of a scheduler whose `recurrent` managers keep them."""
-    manager = scheduler.kv_cache_manager
+    manager, usable = scheduler.kv_cache_manager, _usable_blocks(scheduler)
     attention = [each for each in manager.coordinator.single_type_managers if role_of(each) is GroupRole.ATTENTION]
     groups = [_group_of(scheduler, each) for each in recurrent]
     return States(
         HeldKeys(manager.block_pool, grid, recurrent, attention),
-        _most_pinned(scheduler, settings.pin_share()),
+        max(0, min(int(settings.pin_share() * usable), usable - _longest_blocks(scheduler))),
         in_pass,
         settings.state_share(),
         num_bytes=sum(group.kv_cache_spec.page_size_bytes * len(group.layer_names) for group in groups),
@@ -320,12 +322,6 @@ def _states(scheduler: Any, recurrent: Sequence[Any], grid: Grid, in_pass: bool)
         # held until their step is, too. Without a connector they are free at once, since passes write in order.
         give_back=lambda blocks: scheduler._free_cow_retained_blocks(blocks, scheduler.sched_step_seq),
     )
-
-
-def _most_pinned(scheduler: Any, share: float) -> int:
-    """Blocks that pins may hold: a `share` of the cache, or what the longest request leaves."""
-    usable = _usable_blocks(scheduler)
-    return max(0, min(int(share * usable), usable - _longest_blocks(scheduler)))
 
 
 def _usable_blocks(scheduler: Any) -> int:
@@ -368,70 +364,90 @@ def _tell_vllm(scheduler: Any, recurrent: Sequence[Any], in_pass: bool) -> None:
         scheduler.mamba_has_prefill_checkpoint_blocks = False
 
 
-def count_tail_states(original: Callable[..., Any]) -> Callable[..., Any]:
+@Patch(
+    "tail-states",
+    f"{ledger.MANAGERS}:MambaManager._cache_partial_tail_block",
+    why="the state at a chunk's end is written like any other, into a block of its own",
+    until="vLLM writes states at any position inside a pass",
+    mentions=(
+        "self.shared_prefix_checkpoint",
+        "num_tokens == request.shared_prefix_boundary",
+        "request.num_computed_tokens < num_tokens <= request.num_prompt_tokens",
+        "self._partial_hit_reqs[request.request_id] = (block_idx, source_block)",
+    ),
+    relies_on=(
+        Shape(
+            f"{ledger.MANAGERS}:MambaManager._needs_internal_checkpoint",
+            mentions=("self.has_prefill_checkpoint_blocks",),
+        ),
+    ),
+)
+def count_tail_states(self: Any, request: Any, num_tokens: int, retention_interval: Any, *, original: Function) -> Any:
     """Replacement of `MambaManager._cache_partial_tail_block`: nothing inside a pass; else its states are counted."""
-
-    def _cache_partial_tail_block(self: Any, request: Any, num_tokens: int, retention_interval: Any) -> Any:
-        checkpoints: Any = getattr(self, "seamark", None)
-        if checkpoints is not None and checkpoints.writes_in_forward:
-            return None
-        key = original(self, request, num_tokens, retention_interval)
-        states = None if key is None or checkpoints is None else checkpoints.states
-        # All recurrent groups register the same position; one of them speaks for all.
-        if states is not None and self.kv_cache_group_id == next(iter(states.keys.recurrent)):
-            wish = checkpoints.state_of(request).wish
-            kind = LEARNED if num_tokens == wish.learned else TAIL
-            checkpoints.state_written(request, key, HINTED if num_tokens in wish.hinted_positions else kind)
-        return key
-
-    return _cache_partial_tail_block
+    checkpoints: Any = getattr(self, "seamark", None)
+    if checkpoints is not None and checkpoints.writes_in_forward:
+        return None
+    key = original(self, request, num_tokens, retention_interval)
+    states = None if key is None or checkpoints is None else checkpoints.states
+    # All recurrent groups register the same position; one of them speaks for all.
+    if states is not None and self.kv_cache_group_id == next(iter(states.keys.recurrent)):
+        wish = checkpoints.state_of(request).wish
+        kind = LEARNED if num_tokens == wish.learned else TAIL
+        checkpoints.state_written(request, key, HINTED if num_tokens in wish.hinted_positions else kind)
+    return key
 
 
-def count_hits(original: Callable[..., None]) -> Callable[..., None]:
+@Patch(
+    "hit-count",
+    f"{ledger.KV_CACHE_MANAGER}.record_prefix_cache_stats",
+    why="requests that resume from a checkpoint are counted",
+    until="vLLM counts them",
+)
+def count_hits(self: Any, request: Any, num_hits: int, *, original: Function) -> None:
     """Replacement of `KVCacheManager.record_prefix_cache_stats`, called once for each admitted request."""
-
-    def record_prefix_cache_stats(self: Any, request: Any, num_hits: int) -> None:
-        original(self, request, num_hits)
-        checkpoints = getattr(self, "seamark", None)
-        if checkpoints is None:
-            return
-        if not is_own(request):
-            checkpoints.counters.counts.cache_hit_tokens += num_hits
-        if checkpoints.states is not None:
-            loaded = getattr(request, LOADED, 0)
-            checkpoints.admitted(request, num_hits + loaded, loaded)
-
-    return record_prefix_cache_stats
+    original(self, request, num_hits)
+    checkpoints = getattr(self, "seamark", None)
+    if checkpoints is None:
+        return
+    if not is_own(request):
+        checkpoints.counters.counts.cache_hit_tokens += num_hits
+    if checkpoints.states is not None:
+        loaded = getattr(request, LOADED, 0)
+        checkpoints.admitted(request, num_hits + loaded, loaded)
 
 
-def release_before_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `Scheduler.reset_prefix_cache`, which fails while any block is held."""
+@ours(
+    "cache-reset",
+    f"{ledger.SCHEDULER}.reset_prefix_cache",
+    why="emptying the cache fails while blocks of a running step's states are held",
+    mentions=("self.kv_cache_manager.reset_prefix_cache()",),
+)
+def release_before_reset(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
+    checkpoints: Checkpoints = self.seamark
+    checkpoints.before_reset()
+    if (states := checkpoints.states) is None:
+        return original(self, *args, **kwargs)
+    released, emptied = states.pins.let_go(), False
+    try:
+        emptied = original(self, *args, **kwargs)
+    finally:
+        if emptied:
+            states.events.clear()
+        else:
+            states.pins.take_again(released)
+    return emptied
 
-    def reset_prefix_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoints: Checkpoints = self.seamark
-        checkpoints.before_reset()
-        if (states := checkpoints.states) is None:
-            return original(self, *args, **kwargs)
-        released, emptied = states.pins.let_go(), False
-        try:
-            emptied = original(self, *args, **kwargs)
-        finally:
-            if emptied:
-                states.events.clear()
-            else:
-                states.pins.take_again(released)
-        return emptied
 
-    return reset_prefix_cache
-
-
-def forget_weights_that_may_change(original: Callable[..., Any]) -> Callable[..., Any]:
+@Patch(
+    "changed-weights",
+    f"{ledger.CORE}.collective_rpc",
+    why="weights that are changed while the engine runs are no longer those that its states are known by",
+    until="vLLM names what it has loaded by its contents",
+    parameters="self, method, timeout, args, kwargs",
+)
+def forget_weights_that_may_change(self: Any, method: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `EngineCore.collective_rpc`, by which vLLM and trainers reload and update weights."""
-
-    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoints = getattr(getattr(self, "scheduler", None), "seamark", None)
-        if checkpoints is not None and method not in LEAVE_WEIGHTS:
-            checkpoints.weights_may_change()
-        return original(self, method, *args, **kwargs)
-
-    return collective_rpc
+    checkpoints = getattr(getattr(self, "scheduler", None), "seamark", None)
+    if checkpoints is not None and method not in LEAVE_WEIGHTS:
+        checkpoints.weights_may_change()
+    return original(self, method, *args, **kwargs)

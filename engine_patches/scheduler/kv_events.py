@@ -8,15 +8,14 @@ and indexes that know no groups take them for attention. All of it happens where
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from engine_patches import settings
+from engine_patches.ledger import KV_CACHE_MANAGER, POOL, SCHEDULER, Function, Patch, Shape
 from engine_patches.scheduler.cache_keys import HeldKeys, Watch
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 
 @dataclass(slots=True)
@@ -215,20 +214,38 @@ class ResumableBlocks:
         return [self._block_removed(block_hashes=names, medium=self._pool.medium, group_idx=group)] if names else []
 
 
-def announce_resumable_blocks(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of `Scheduler.__init__`: if KV events are on, those of a hybrid are ours."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        states, blocks = self.seamark.states, settings.kv_events()
-        if states is None or not self.enable_kv_cache_events or blocks == settings.OFF or not states.keys.attention:
-            return
-        unit = states.keys.grid.unit if blocks == settings.UNITS else 0
-        sizes = {each.group: unit or each.block_size for each in states.keys.attention}
-        ResumableBlocks(states.keys, sizes, states.windows.groups if states.windows is not None else ()).take_over()
-        logger.info(
-            "seamark: KV events announce attention blocks up to held states, in blocks of %s tokens",
-            ", ".join(map(str, sizes.values())),
-        )
-
-    return __init__
+@Patch(
+    "kv-events",
+    f"{SCHEDULER}.__init__",
+    why="KV events name attention blocks that no state makes usable; nothing is replaced where they are off",
+    upstream="vllm#44451, #43258; ai-dynamo/dynamo#12169",
+    until="vLLM announces of a hybrid what can be resumed, and indexes go by it",
+    mentions=("self.enable_kv_cache_events = (",),
+    relies_on=(
+        Shape(
+            f"{POOL}.cache_full_blocks",
+            "self, request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask",
+            mentions=("if blk.is_null or (block_mask is not None and not block_mask[i])",),
+        ),
+        Shape(f"{POOL}.emit_cached_block_events", "self, request, num_cached_blocks, block_size, kv_cache_group_id"),
+        Shape(f"{POOL}.take_events", "self", mentions=("self.kv_event_queue = []",)),
+        Shape(
+            f"{POOL}._build_block_stored_event",
+            mentions=("request.all_token_ids[start_token_idx:end_token_idx]", "extra_keys_list", "self.medium"),
+        ),
+        Shape(f"{POOL}.reset_prefix_cache", mentions=("self.cached_block_hash_to_block = BlockHashToBlockMap()",)),
+        Shape(f"{KV_CACHE_MANAGER}.take_events", "self", mentions=("self.block_pool.take_events()",)),
+    ),
+)
+def announce_resumable_blocks(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    states, blocks = self.seamark.states, settings.kv_events()
+    if states is None or not self.enable_kv_cache_events or blocks == settings.OFF or not states.keys.attention:
+        return
+    unit = states.keys.grid.unit if blocks == settings.UNITS else 0
+    sizes = {each.group: unit or each.block_size for each in states.keys.attention}
+    ResumableBlocks(states.keys, sizes, states.windows.groups if states.windows is not None else ()).take_over()
+    logger.info(
+        "seamark: KV events announce attention blocks up to held states, in blocks of %s tokens",
+        ", ".join(map(str, sizes.values())),
+    )

@@ -6,11 +6,11 @@ registers and learns by itself asks `Wish.is_kept`. vLLM takes blocks without a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from engine_patches import kv_connectors
 from engine_patches.kv_connectors import ConnectorLane
+from engine_patches.ledger import CORE, KV_CACHE_MANAGER, Function, Patch, Shape
 from engine_patches.scheduler import hints
 
 TOLD = "told"  # what an engine says that keeps nothing of such a request; another one says why it cannot promise that
@@ -39,21 +39,33 @@ def why_not(vllm_config: Any) -> str:
     return "HiSparse stores it by itself" if hisparse is not None else ""
 
 
-def refuse_what_cannot_be(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `EngineCore.preprocess_add_request`: a promise that cannot be held ends the request, in words."""
-
-    def preprocess_add_request(self: Any, request: Any) -> Any:
-        keep = hints.keep_in(request)
-        if keep not in hints.KEEPS:
-            raise _error(f"{hints.KEEP} is one of {', '.join(filter(None, hints.KEEPS))}")
-        if keep in (hints.NO, hints.PRIVATE) and (why := why_not(self.vllm_config)):
-            raise _error(f"{hints.KEEP}: {why}; send the request to a worker without it")
-        made = original(self, request)
-        if keep == hints.PRIVATE:
-            made[0].skip_reading_prefix_cache = True
-        return made
-
-    return preprocess_add_request
+@Patch(
+    "not-kept",
+    f"{CORE}.preprocess_add_request",
+    why="a request that asks for nothing of it to be kept is refused where that cannot be promised",
+    until="vLLM takes requests whose blocks get no keys",
+    relies_on=(
+        # By these alone do a request's blocks get keys.
+        Shape(
+            "vllm.v1.core.kv_cache_coordinator:KVCacheCoordinator.cache_blocks",
+            "self, request, num_computed_tokens",
+            ("manager.cache_blocks(",),
+        ),
+        Shape(f"{KV_CACHE_MANAGER}.allocate_slots", mentions=("self.coordinator.cache_blocks(request, ",)),
+        Shape(f"{KV_CACHE_MANAGER}.cache_blocks", mentions=("self.coordinator.cache_blocks(request, ",)),
+        Shape(f"{KV_CACHE_MANAGER}.prefix_cache_lookup_enabled", mentions=("request.skip_reading_prefix_cache",)),
+    ),
+)
+def refuse_what_cannot_be(self: Any, request: Any, *, original: Function) -> Any:
+    keep = hints.keep_in(request)
+    if keep not in hints.KEEPS:
+        raise _error(f"{hints.KEEP} is one of {', '.join(filter(None, hints.KEEPS))}")
+    if keep in (hints.NO, hints.PRIVATE) and (why := why_not(self.vllm_config)):
+        raise _error(f"{hints.KEEP}: {why}; send the request to a worker without it")
+    made = original(self, request)
+    if keep == hints.PRIVATE:
+        made[0].skip_reading_prefix_cache = True
+    return made
 
 
 def _error(words: str) -> Exception:

@@ -51,7 +51,6 @@ MANAGERS = {
 
 
 def role_of(manager: Any) -> GroupRole:
-    """Of a cache group, by its vLLM `SingleTypeKVCacheManager`."""
     role = MANAGERS.get(type(manager).__name__, GroupRole.NOT_KNOWN)
     if role is not GroupRole.NOT_KNOWN and not manager.kv_cache_spec.prefix_cacheable:
         return GroupRole.SCRATCH
@@ -142,7 +141,6 @@ def _of_structure(vllm_config: Any, scheduler: Any, in_pass: bool) -> Iterator[R
 
 
 def _of_flags(vllm_config: Any, scheduler: Any) -> Iterator[Refusal]:
-    """What a flag or the switch cures."""
     cache = vllm_config.cache_config
     if not cache.enable_prefix_caching:
         yield refused(NO_STATES, "prefix caching is off (--enable-prefix-caching)")

@@ -5,15 +5,17 @@ A state is an ordinary cached block, and vLLM evicts the least recently used fir
 of the cache; when it is full, the turns of single conversations go before what is shared. What goes for the share is
 found as long as unused blocks are there, and makes room before anything else is evicted. So does what a conversation
 has left behind: all before its last two turns. Only blocks that no request holds are touched, so no request ever waits
-for a state.
+for a state. What requests of low priority leave goes before all of them: its states are written only where they put
+out nothing, and given up at once.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 # All states are looked through for what vLLM has evicted once one part in so many of them has been added: so the look
@@ -44,7 +46,6 @@ class KeptState:
 
     @property
     def cached(self) -> bool:
-        """Its blocks still hold it."""
         return all(block.block_hash == key for block, key in zip(self.blocks, self.keys, strict=True))
 
 
@@ -147,6 +148,11 @@ class Retention:
         if key in self:
             self._windows[key] = list(blocks)
 
+    def pinned(self, keys: Iterable[bytes]) -> None:
+        """What was given up of the states under these keys is of use to somebody, and goes first no more."""
+        for key in self._released.keys() & keys:
+            self._forget(key)
+
     def make_room(self, num_blocks: int) -> bool:
         """Release states until `num_blocks` more fit into the share. False if even that does not help."""
         if num_blocks > self._limit:
@@ -193,9 +199,7 @@ class Retention:
         found = list(itertools.islice(itertools.filterfalse(self._is_asked_for, oldest), num_blocks))
         if len(found) < num_blocks:
             return False
-        for block in found:
-            queue.remove(block)
-        put_behind(queue, queue.fake_free_list_head, found)
+        put_first(queue, found)
         return True
 
     def trim_rungs(self, num_blocks: int = 0) -> bool:
@@ -244,16 +248,10 @@ class Retention:
         self._forget(key)
         if state is None or not state.cached:
             return  # vLLM has evicted it since the last pruning
-        queue = self._pool.free_block_queue
-        for block in state.blocks:
-            queue.remove(block)
-        before = queue.fake_free_list_head
         last = self._released.get(self._released_last.get(state.rung, b""))
-        if last is not None and last.cached and last.free:
-            before = last.blocks[-1]  # all that stands before it holds nothing or was given up, too
-        while (block := before.next_free_block) is not queue.fake_free_list_tail and self._is_idle(block, state.rung):
-            before = block
-        put_behind(queue, before, state.blocks)
+        # All that stands before it holds nothing or was given up, too.
+        behind = last.blocks[-1] if last is not None and last.cached and last.free else None
+        put_first(self._pool.free_block_queue, state.blocks, behind, partial(self._is_idle, rung=state.rung))
         self._released[key] = state
         self._released_last[state.rung] = key
         self._in_block.update((block.block_id, state) for block in state.blocks)
@@ -305,8 +303,70 @@ class Retention:
                 del self._in_block[block.block_id]
 
 
-def put_behind(queue: Any, before: Any, blocks: Iterable[Any]) -> None:
-    """Put blocks that stand nowhere into vLLM's list of free ones, behind one of it."""
+class LowBlocks:
+    """The blocks of one vLLM `Scheduler` that requests of low priority have filled, and no others have used.
+
+    They go first, right behind the blocks without a key. What others have left, or have used since, stays in its place.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._requests, self._pool = scheduler.requests, scheduler.kv_cache_manager.block_pool
+        self.keys: dict[int, bytes] = {}  # by id, while the block has this key
+        self._freed: dict[int, Any] = {}  # since the last step, by id
+        self._last: Any = None  # of those at the front
+        self._pool.free_blocks = partial(self._free, self._pool.free_blocks)
+        for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
+            manager.pop_blocks_for_free = partial(self._pop, manager, manager.pop_blocks_for_free)
+
+    def _pop(self, manager: Any, pop: Any, request_id: str) -> list[Any]:
+        """In place of a manager's `pop_blocks_for_free`, through which all blocks of a request go back."""
+        blocks: list[Any] = pop(request_id)
+        state = getattr(self._requests.get(request_id), "seamark", None)
+        if state is not None and state.wish.is_low:
+            first = state.resumed_at // manager.block_size
+            for index, block in enumerate(blocks):
+                key = block.block_hash
+                if key is not None and (index >= first or self._is_low(block)):
+                    self.keys[block.block_id] = key
+        elif self.keys:
+            for block in blocks:
+                self.keys.pop(block.block_id, None)
+        return blocks
+
+    def _free(self, free: Any, blocks: Iterable[Any]) -> None:
+        """In place of the pool's `free_blocks`, which puts last whatever is let go: by a request, a copy, or a pin."""
+        if self.keys:
+            blocks = [*blocks]
+            self._freed.update((block.block_id, block) for block in blocks if self._is_low(block))
+        free(blocks)
+
+    def give_way(self) -> None:
+        """A step is going to be planned: what is free by now goes first."""
+        free = [block for block in self._freed.values() if self._is_low(block) and not block.ref_cnt]
+        self._freed.clear()
+        if free:
+            last = self._last
+            is_there = last is not None and last not in free and not last.ref_cnt and self._is_low(last)
+            put_first(self._pool.free_block_queue, free, last if is_there else None, self._goes_first)
+            self._last = free[-1]
+
+    def _goes_first(self, block: Any) -> bool:
+        return block.block_hash is None or self._is_low(block)
+
+    def _is_low(self, block: Any) -> bool:
+        return bool(self.keys.get(block.block_id, b"") == block.block_hash)
+
+
+def put_first(
+    queue: Any, blocks: Sequence[Any], behind: Any = None, goes_before: Callable[[Any], bool] = lambda _: False
+) -> None:
+    """Move free blocks to the front of vLLM's list of them, `behind` one of it if given, and behind those that follow
+    as long as each `goes_before` them."""
+    for block in blocks:
+        queue.remove(block)
+    before = behind or queue.fake_free_list_head
+    while (block := before.next_free_block) is not queue.fake_free_list_tail and goes_before(block):
+        before = block
     for block in blocks:
         block.prev_free_block, block.next_free_block = before, before.next_free_block
         before.next_free_block.prev_free_block = block

@@ -17,6 +17,7 @@ from typing import Any
 
 from engine_patches.footprint import FOLLOWED_AT, LATE, PLANNED_AT, WRITES
 from engine_patches.forward.step_writes import Write
+from engine_patches.ledger import KV_CACHE_UTILS, MANAGERS, POOL, RUNNER_V1, SCHEDULER, Function, Patch, Platform, Shape
 from engine_patches.scheduler.cache_keys import keep_attention_keys
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.counters import only_generates
@@ -72,61 +73,103 @@ def _split(original: Callable[..., int], scheduler: Any, *chunk: Any, inside_blo
         scheduler.mamba_partial_cache_hit, scheduler.mamba_shared_prefix_checkpoint = fine
 
 
-def end_chunk(original: Callable[..., int]) -> Callable[..., int]:
-    """Replacement of `Scheduler._mamba_block_aligned_split`."""
-
+@Patch(
+    "chunk-end",
+    f"{SCHEDULER}._mamba_block_aligned_split",
+    why="chunks run to the budget, since states no longer need a chunk's end; if they do, chunks end at hints",
+    upstream="the junction stop of Marconi-style caching",
+    until="vLLM writes states at any position inside a pass",
+    mentions=(
+        "junction = request.shared_prefix_boundary",
+        "if self.mamba_shared_prefix_checkpoint",
+        "junction_stop if start < junction < end else 0",
+    ),
+    relies_on=(Shape("vllm.v1.request:Request.__init__", mentions=("self.shared_prefix_boundary = 0",)),),
+)
+def end_chunk(self: Any, request: Any, num_new_tokens: int, *found: int, original: Function) -> Any:
     # `found`: tokens of the cache, and of a connector, if the request begins.
-    def _mamba_block_aligned_split(self: Any, request: Any, num_new_tokens: int, *found: int) -> int:
-        checkpoints = self.seamark
-        start = request.num_computed_tokens + sum(found)
-        state: RequestState = checkpoints.state_of(request)
-        state.chunk_start = start
-        if checkpoints.writes_in_forward:
-            if state.wish.left_to_vllm and state.wish.is_kept:
-                tokens = _split(original, self, request, num_new_tokens, *found, inside_blocks=False)
-            else:
-                if start < request.num_prompt_tokens and state.wish.is_kept:
-                    checkpoints.expect_states(request, start)
-                tokens = run_to_the_budget(request, start, num_new_tokens, checkpoints.grid)
-            return no_short_replay(request, start, tokens, checkpoints.verified)
+    checkpoints = self.seamark
+    start = request.num_computed_tokens + sum(found)
+    state: RequestState = checkpoints.state_of(request)
+    state.chunk_start = start
+    if checkpoints.writes_in_forward:
+        if state.wish.left_to_vllm and state.wish.is_kept:
+            tokens = _split(original, self, request, num_new_tokens, *found, inside_blocks=False)
+        else:
+            if start < request.num_prompt_tokens and state.wish.is_kept:
+                checkpoints.expect_states(request, start)
+            tokens = run_to_the_budget(request, start, num_new_tokens, checkpoints.grid)
+        return no_short_replay(request, start, tokens, checkpoints.verified)
 
-        if start >= request.num_prompt_tokens or not state.wish.positions:
-            return original(self, request, num_new_tokens, *found)
-        if request.shared_prefix_boundary != state.own_junction:  # vLLM has looked the prefix up since the last call
-            state.upstream_junction = request.shared_prefix_boundary
-        tokens_per_pass = checkpoints.step_time.tokens_worth(passes=1)
-        state.own_junction = next_stop(state, start, self.cache_config.block_size, tokens_per_pass)
-        request.shared_prefix_boundary = state.own_junction
-        # Only a hinted or learned position may end a chunk inside a block; without one vLLM splits as it does alone.
-        return _split(original, self, request, num_new_tokens, *found, inside_blocks=True)
-
-    return _mamba_block_aligned_split
+    if start >= request.num_prompt_tokens or not state.wish.positions:
+        return original(self, request, num_new_tokens, *found)
+    if request.shared_prefix_boundary != state.own_junction:  # vLLM has looked the prefix up since the last call
+        state.upstream_junction = request.shared_prefix_boundary
+    tokens_per_pass = checkpoints.step_time.tokens_worth(passes=1)
+    state.own_junction = next_stop(state, start, self.cache_config.block_size, tokens_per_pass)
+    request.shared_prefix_boundary = state.own_junction
+    # Only a hinted or learned position may end a chunk inside a block; without one vLLM splits as it does alone.
+    return _split(original, self, request, num_new_tokens, *found, inside_blocks=True)
 
 
-def write_after_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
+@Patch(
+    "step-writes",
+    f"{SCHEDULER}.schedule",
+    why="each wanted state gets a block and its keys, once the step is planned to its end",
+    until="vLLM takes checkpoint positions from requests (RFC vllm#55697)",
+    mentions=("self.kv_cache_manager.new_step_starts()", "self._update_after_schedule(scheduler_output)"),
+    relies_on=(
+        Shape(
+            f"{SCHEDULER}._update_after_schedule",
+            mentions=("request.num_computed_tokens += num_scheduled_token",),
+        ),
+        Shape(f"{POOL}.get_new_blocks", "self, num_blocks"),
+        Shape(f"{POOL}.free_blocks", "self, ordered_blocks"),
+        Shape(
+            f"{POOL}.cache_partial_block",
+            "self, request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes",
+            mentions=("block.block_hash_num_tokens < num_hash_blocks * self.hash_block_size",),
+        ),
+        # What a connector loads may come before the steps that are running have written.
+        Shape(
+            f"{SCHEDULER}._free_cow_retained_blocks",
+            "self, blocks, fence_seq",
+            (
+                "if not self.defer_block_free or fence_seq <= self.processed_step_seq:",
+                "self.deferred_frees.append((fence_seq, ",
+            ),
+        ),
+        # A state that is given up is put behind others in the list of free blocks.
+        Shape(
+            f"{KV_CACHE_UTILS}:FreeKVCacheBlockQueue.__init__",
+            mentions=(
+                "self.num_free_blocks = ",
+                "self.fake_free_list_head.next_free_block",
+                "self.fake_free_list_tail.prev_free_block",
+            ),
+        ),
+    ),
+)
+def write_after_scheduling(self: Any, *args: Any, original: Function, **kwargs: Any) -> Any:
     """Replacement of `Scheduler.schedule`."""
-
-    def schedule(self: Any, *args: Any, **kwargs: Any) -> Any:
-        checkpoints: Checkpoints = self.seamark
-        if checkpoints.own is not None:
-            checkpoints.own.make_way(self)
-        checkpoints.begin_step(self.requests)
-        output = original(self, *args, **kwargs)
-        if checkpoints.writes_in_forward:
-            setattr(output, WRITES, _plan_writes(self, output))
-        if checkpoints.pinning:
-            checkpoints.pin_prompts(self.requests)
-        if checkpoints.states is not None:
-            _emit_events(self, output)
-        checkpoints.long_prefills.step_planned(self, output)
-        now = time.monotonic()
-        setattr(output, PLANNED_AT, now)
-        if checkpoints.last_planned is not None:
-            setattr(checkpoints.last_planned, FOLLOWED_AT, now)
-        checkpoints.last_planned = output
-        return output
-
-    return schedule
+    checkpoints: Checkpoints = self.seamark
+    if checkpoints.own is not None:
+        checkpoints.own.make_way(self)
+    checkpoints.begin_step(self.requests)
+    output = original(self, *args, **kwargs)
+    if checkpoints.writes_in_forward:
+        setattr(output, WRITES, _plan_writes(self, output))
+    if checkpoints.pinning:
+        checkpoints.pin_prompts(self.requests)
+    if checkpoints.states is not None:
+        _emit_events(self, output)
+    checkpoints.long_prefills.step_planned(self, output)
+    now = time.monotonic()
+    setattr(output, PLANNED_AT, now)
+    if checkpoints.last_planned is not None:
+        setattr(checkpoints.last_planned, FOLLOWED_AT, now)
+    checkpoints.last_planned = output
+    return output
 
 
 def _emit_events(scheduler: Any, output: Any) -> None:
@@ -145,45 +188,61 @@ def _emit_events(scheduler: Any, output: Any) -> None:
     events.emit_evictions()
 
 
-def note_late_output(original: Callable[..., Any]) -> Callable[..., Any]:
+@Patch(
+    "late-output",
+    "vllm.v1.executor.uniproc_executor:AsyncOutputFuture.result",
+    why="a step that ended while the next one was launched would be taken for as long as that launch",
+    until="vLLM's scheduler knows its step times",
+    mentions=("output = self.async_output.get_output()",),
+    relies_on=(
+        Shape(
+            f"{RUNNER_V1}:AsyncGPUModelRunnerOutput.get_output",
+            mentions=("self.async_copy_ready_event.synchronize()",),
+        ),
+        Shape("vllm.v1.worker.gpu.async_utils:AsyncOutput.get_output", mentions=("self.copy_event.synchronize()",)),
+    ),
+    on=Platform.GPU,
+)
+def note_late_output(self: Any, timeout: Any = None, *, original: Function) -> Any:
     """Replacement of `AsyncOutputFuture.result`: mark an output that was there before it was asked for.
 
     With one worker in the engine's process the next step is launched first, which can take longer than the step.
     """
-
-    def result(self: Any, timeout: Any = None) -> Any:
-        runner = self.async_output
-        event = getattr(runner, "async_copy_ready_event", None) or getattr(runner, "copy_event", None)
-        is_late = event is not None and event.query()
-        output = original(self, timeout)
-        if is_late and hasattr(output, "sampled_token_ids"):
-            setattr(output, LATE, True)
-        return output
-
-    return result
+    runner = self.async_output
+    event = getattr(runner, "async_copy_ready_event", None) or getattr(runner, "copy_event", None)
+    is_late = event is not None and event.query()
+    output = original(self, timeout)
+    if is_late and hasattr(output, "sampled_token_ids"):
+        setattr(output, LATE, True)
+    return output
 
 
-def learn_step_time(original: Callable[..., Any]) -> Callable[..., Any]:
+@Patch(
+    "step-time",
+    f"{SCHEDULER}.update_from_output",
+    why="what a hit or a wait is worth depends on how long a pass takes",
+    until="vLLM's scheduler knows its step times",
+    parameters="self, scheduler_output, model_runner_output",
+)
+def learn_step_time(
+    self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, original: Function, **more: Any
+) -> Any:
     """Replacement of `Scheduler.update_from_output`: when a step's output returns, its time is known."""
-
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **more: Any) -> Any:
-        checkpoints: Checkpoints = self.seamark
-        if scheduler_output.total_num_scheduled_tokens:  # an empty one may come out of vLLM's queue amid the next
-            _learn(checkpoints, scheduler_output, is_late=getattr(model_runner_output, LATE, False))
-        if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
-            checkpoints.states.release()  # perhaps no further step follows
-        if checkpoints.verified == 1:
-            return original(self, scheduler_output, model_runner_output, *args, **more)
-        requests = _count_drafts(self, scheduler_output, model_runner_output)
-        answers = original(self, scheduler_output, model_runner_output, *args, **more)
-        for request in requests:
-            if request.is_finished():
-                checkpoints.finished(request)
-        if checkpoints.own is not None:
-            checkpoints.own.take(answers)
-        return answers
-
-    return update_from_output
+    checkpoints: Checkpoints = self.seamark
+    if scheduler_output.total_num_scheduled_tokens:  # an empty one may come out of vLLM's queue amid the next
+        _learn(checkpoints, scheduler_output, is_late=getattr(model_runner_output, LATE, False))
+    if checkpoints.states is not None and scheduler_output is checkpoints.last_planned:
+        checkpoints.states.release()  # perhaps no further step follows
+    if checkpoints.verified == 1:
+        return original(self, scheduler_output, model_runner_output, *args, **more)
+    requests = _count_drafts(self, scheduler_output, model_runner_output)
+    answers = original(self, scheduler_output, model_runner_output, *args, **more)
+    for request in requests:
+        if request.is_finished():
+            checkpoints.finished(request)
+    if checkpoints.own is not None:
+        checkpoints.own.take(answers)
+    return answers
 
 
 def _learn(checkpoints: Checkpoints, output: Any, *, is_late: bool) -> None:
@@ -324,30 +383,34 @@ def _generates(request: Any, start: int, num_tokens: int) -> bool:
     return bool(start >= request.num_prompt_tokens and num_tokens <= start + 1)
 
 
-def keep_only_true_states(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `MambaManager.cache_blocks`.
-
-    vLLM registers every block that a chunk has passed. Only a block that ends where the chunk ends holds the state
+@Patch(
+    "true-states",
+    f"{MANAGERS}:MambaManager.cache_blocks",
+    why="a chunk that runs on past a block's edge leaves no state of the edge behind: no key for it",
+    until="vLLM registers recurrent blocks by the position of their state",
+    parameters="self, request, num_tokens, retention_interval, replay_boundaries",
+    mentions=("if block.is_null or block.block_hash is None:",),
+)
+def keep_only_true_states(
+    self: Any, request: Any, num_tokens: int, *args: Any, original: Function, **kwargs: Any
+) -> Any:
+    """vLLM registers every block that a chunk has passed. Only a block that ends where the chunk ends holds the state
     that its key promises. vLLM gets by on chunks that end at block edges; ours run on. Of a step that generates, with
     drafts or without, vLLM itself puts the state of an edge into the edge's block, however many drafts were right.
     """
-
-    def cache_blocks(self: Any, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        checkpoints = getattr(self, "seamark", None)
-        passed = num_tokens // self.block_size
-        first = self.num_cached_block.get(request.request_id, 0)
-        if checkpoints is None or not checkpoints.writes_in_forward or passed <= first:
-            return original(self, request, num_tokens, *args, **kwargs)
-        start = checkpoints.state_of(request).chunk_start
-        if checkpoints.verified > 1 and _generates(request, start, num_tokens):
-            return original(self, request, num_tokens, *args, **kwargs)
-        blocks = self.req_to_blocks[request.request_id]
-        whole = passed if num_tokens % self.block_size else passed - 1
-        hidden = blocks[first:whole]
-        blocks[first:whole] = [self._null_block] * len(hidden)
-        try:
-            return original(self, request, num_tokens, *args, **kwargs)
-        finally:
-            blocks[first:whole] = hidden
-
-    return cache_blocks
+    checkpoints = getattr(self, "seamark", None)
+    passed = num_tokens // self.block_size
+    first = self.num_cached_block.get(request.request_id, 0)
+    if checkpoints is None or not checkpoints.writes_in_forward or passed <= first:
+        return original(self, request, num_tokens, *args, **kwargs)
+    start = checkpoints.state_of(request).chunk_start
+    if checkpoints.verified > 1 and _generates(request, start, num_tokens):
+        return original(self, request, num_tokens, *args, **kwargs)
+    blocks = self.req_to_blocks[request.request_id]
+    whole = passed if num_tokens % self.block_size else passed - 1
+    hidden = blocks[first:whole]
+    blocks[first:whole] = [self._null_block] * len(hidden)
+    try:
+        return original(self, request, num_tokens, *args, **kwargs)
+    finally:
+        blocks[first:whole] = hidden

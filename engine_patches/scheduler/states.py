@@ -36,8 +36,6 @@ NOT_CACHED = "not_cached"  # nothing of it is in the cache: shorter than a match
 
 
 class Pin(NamedTuple):
-    """What one pin holds."""
-
     keys: tuple[bytes, ...]  # of the cache, in the prompt's order
     blocks: list[Any]  # vLLM's KVCacheBlock
     adapter: str | None = None  # name of the LoRA adapter that has computed them
@@ -208,8 +206,6 @@ class StateEvents:
 
 
 class StateStore(Protocol):
-    """What keeps states beyond the cache."""
-
     def offer(self, request: Any, position: int, used: bool = True) -> None:
         """The request's state at `position` is cached; `used`: a request resumed from it, or it is pinned."""
 
@@ -255,18 +251,10 @@ class States:
         self._spare = [key for key in self._spare if not self.retention.give_up(key)]
         self.retention.trim_rungs()
 
-    @property
-    def has_idle(self) -> bool:
-        """Whether a state would put out nothing that is of use."""
-        return self._has_idle(1)
-
-    def has_idle_for(self, rungs: int) -> bool:
-        """Whether so many rungs would put out nothing but earlier ones."""
-        return self._has_idle(rungs, rung=True)
-
-    def _has_idle(self, states: int, rung: bool = False) -> bool:
+    def has_idle(self, states: int = 1, *, rungs: bool = False) -> bool:
+        """Whether so many states would put out nothing that is of use; of `rungs`: nothing but earlier ones."""
         blocks = states * len(self.keys.recurrent)
-        return self.keys.pool.get_num_free_blocks() >= blocks and self.retention.has_idle(blocks, rung)
+        return self.keys.pool.get_num_free_blocks() >= blocks and self.retention.has_idle(blocks, rungs)
 
     def reserve(
         self, request: Any, position: int, turn: bool, *, spare: bool = False, rung: bool = False, low: bool = False
@@ -282,7 +270,7 @@ class States:
         if rung:
             is_full = is_full or not self.retention.make_room_for_rung(len(groups), low)
         else:
-            is_full = is_full or (spare and not self.has_idle) or not self.retention.make_room(len(groups))
+            is_full = is_full or (spare and not self.has_idle()) or not self.retention.make_room(len(groups))
         if is_full:
             return None
         blocks: list[Any] = pool.get_new_blocks(len(groups))
@@ -301,7 +289,6 @@ class States:
         self.retention.continued(key, earlier, others)
 
     def add_written(self, key: bytes) -> None:
-        """The state under `key` was counted as written."""
         self.written.add(key, (key,))
         self.written.remove_oldest(MAX_WRITTEN)
 
@@ -343,6 +330,7 @@ class States:
         prompt = self.keys.grid.hash_of(request, request.num_prompt_tokens)
         fate = self.pins.pin(prompt, itertools.chain(*found.values(), *windows), adapter_name(request))
         if fate == PINNED:
+            self.retention.pinned(itertools.chain(*found.values()))
             self.offer(request, found)
         return fate
 

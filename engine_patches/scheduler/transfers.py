@@ -8,16 +8,17 @@ once, by the prompt that it is of; what is doubtful is computed. Of deadlines se
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from engine_patches import kv_connectors
+from engine_patches.ledger import Function, Patch
 from engine_patches.scheduler.checkpoints import Checkpoints
 from engine_patches.scheduler.earlier_prompts import Latest
 from engine_patches.scheduler.planner import HINTED, TAIL, CheckpointTarget
 from engine_patches.scheduler.states import States
-
-logger = logging.getLogger("vllm.seamark")
+from engine_patches.settings import logger
 
 # In the parameters of a prefill: whoever loads it goes by the number of tokens that it says, and not by the prompt's.
 STOPS = "seamark_stops"
@@ -86,7 +87,6 @@ class Transfers:
         return _name_of(params) in self._taken and not self.checkpoints.state_of(request).loaded
 
     def _refusal(self, request: Any, params: Mapping[str, Any]) -> str:
-        """Why a transfer is not taken, "" if it is."""
         if any(params.get(name) is None for name in _ADDRESS):
             return NOT_WHOLE
         if (transfer := _name_of(params)) in self._taken:
@@ -139,61 +139,71 @@ def introduce(scheduler: Any, checkpoints: Checkpoints, states: States) -> None:
             half.seamark = Transfers(checkpoints, states)
 
 
-def read_hint_of_the_whole_prompt(original: Callable[..., None]) -> Callable[..., None]:
-    """Replacement of `NixlBaseConnectorScheduler._truncate_request_for_prefill`, which takes the last token off."""
-
-    def _truncate_request_for_prefill(self: Any, request: Any) -> None:
-        transfers: Transfers | None = getattr(self, "seamark", None)
-        if transfers is not None:  # a hint may count from the prompt's end
-            transfers.checkpoints.state_of(request).prompt_tokens = request.num_prompt_tokens
-        original(self, request)
-
-    return _truncate_request_for_prefill
+handed_over = partial(
+    Patch,
+    upstream="vllm#52234: another prompt's prefill is loaded, and its blocks are cached for the wrong tokens",
+    until="vLLM binds a prefill to its prompt",
+    applies=kv_connectors.hands_over,
+)
 
 
-def load_what_was_computed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `NixlPullConnectorScheduler.get_num_new_matched_tokens`."""
-
-    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> Any:
-        transfers: Transfers | None = getattr(self, "seamark", None)
-        params = request.kv_transfer_params
-        if transfers is None or not params:
-            return original(self, request, num_computed_tokens)
-        if not params.get("do_remote_prefill"):
-            transfers.checkpoints.state_of(request).loaded = 0  # asked again: the load has failed, or was preempted
-            if params.get("do_remote_decode") and params.get(STOPS) and params.get("_p_side_truncated"):
-                transfers.stop_at_the_last_state(request)
-            return original(self, request, num_computed_tokens)
-        refusal = transfers.look_at(request, params)
-        if not refusal:
-            left = transfers.checkpoints.state_of(request).loaded - num_computed_tokens
-            return (left, True) if left > 0 else (0, False)
-        params["do_remote_prefill"] = False
-        self._stop_heartbeat(request.request_id)
-        if refusal not in (NOT_WHOLE, TAKEN):  # as vLLM does for a request that is aborted before it is scheduled
-            self._reqs_need_recv[request.request_id] = (request, [], (), False)
-        return 0, False
-
-    return get_num_new_matched_tokens
+@Patch(
+    "prefill-end",
+    kv_connectors.PREFILL_END,
+    why="a prefill for another worker ends where a state is kept; its hint counts from the end of the whole prompt",
+    until="vLLM hands over a state that both workers can keep",
+    applies=kv_connectors.hands_over,
+)
+def read_hint_of_the_whole_prompt(self: Any, request: Any, *, original: Function) -> None:
+    transfers: Transfers | None = getattr(self, "seamark", None)
+    if transfers is not None:  # a hint may count from the prompt's end
+        transfers.checkpoints.state_of(request).prompt_tokens = request.num_prompt_tokens
+    original(self, request)
 
 
-def name_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement of `NixlPullConnectorScheduler.request_finished`: parameters of a load bind it to its prompt."""
+@handed_over(
+    "load-end",
+    kv_connectors.LOAD_END,
+    why="a prefill is loaded by the prompt that it is of, once, and as far as it was computed",
+)
+def load_what_was_computed(self: Any, request: Any, num_computed_tokens: int, *, original: Function) -> Any:
+    transfers: Transfers | None = getattr(self, "seamark", None)
+    params = request.kv_transfer_params
+    if transfers is None or not params:
+        return original(self, request, num_computed_tokens)
+    if not params.get("do_remote_prefill"):
+        transfers.checkpoints.state_of(request).loaded = 0  # asked again: the load has failed, or was preempted
+        if params.get("do_remote_decode") and params.get(STOPS) and params.get("_p_side_truncated"):
+            transfers.stop_at_the_last_state(request)
+        return original(self, request, num_computed_tokens)
+    refusal = transfers.look_at(request, params)
+    if not refusal:
+        left = transfers.checkpoints.state_of(request).loaded - num_computed_tokens
+        return (left, True) if left > 0 else (0, False)
+    params["do_remote_prefill"] = False
+    self._stop_heartbeat(request.request_id)
+    if refusal not in (NOT_WHOLE, TAKEN):  # as vLLM does for a request that is aborted before it is scheduled
+        self._reqs_need_recv[request.request_id] = (request, [], (), False)
+    return 0, False
 
-    def request_finished(self: Any, request: Any, block_ids: Any) -> Any:
-        transfers: Transfers | None = getattr(self, "seamark", None)
-        own = request.kv_transfer_params
-        if transfers is not None and own and transfers.is_anothers(request, own):
-            own["do_remote_prefill"] = False  # vLLM would tell that worker that nobody reads it any more
-        delayed, params = original(self, request, block_ids)
-        deadline = self._reqs_need_send.get(request.request_id)
-        if transfers is None or not params or not params.get("do_remote_prefill") or deadline is None:
-            return delayed, params
-        if params["remote_num_tokens"] != request.num_prompt_tokens:
-            return delayed, params  # without a name nobody loads it
-        return delayed, params | transfers.names_of(request) | {DEADLINE: deadline}
 
-    return request_finished
+@handed_over(
+    "sent-content",
+    kv_connectors.SENT,
+    why="who loads a prefill has to know of which tokens it is, and until when it is there",
+)
+def name_what_is_sent(self: Any, request: Any, block_ids: Any, *, original: Function) -> Any:
+    transfers: Transfers | None = getattr(self, "seamark", None)
+    own = request.kv_transfer_params
+    if transfers is not None and own and transfers.is_anothers(request, own):
+        own["do_remote_prefill"] = False  # vLLM would tell that worker that nobody reads it any more
+    delayed, params = original(self, request, block_ids)
+    deadline = self._reqs_need_send.get(request.request_id)
+    if transfers is None or not params or not params.get("do_remote_prefill") or deadline is None:
+        return delayed, params
+    if params["remote_num_tokens"] != request.num_prompt_tokens:
+        return delayed, params  # without a name nobody loads it
+    return delayed, params | transfers.names_of(request) | {DEADLINE: deadline}
 
 
 def keep_loaded_state(scheduler: Any, request: Any, start: int, output: Any) -> bool:

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from engine_patches import settings
 from engine_patches.footprint import OWN
+from engine_patches.ledger import CORE, POOL, SCHEDULER, Function, Shape, ours
 from engine_patches.scheduler import hints
 from engine_patches.scheduler.cache_keys import key_at
 from engine_patches.scheduler.drafts import CLOSED, ON_TRIAL, OPEN, AcceptedDrafts, DraftGate, LiveAcceptance
+from engine_patches.settings import logger
 from engine_patches.trial.trial import (
     Facts,
     NoAnswer,
@@ -54,8 +55,6 @@ ATTEMPTS, REST_OF_ATTEMPT = 3, 60.0
 
 LAST_SECONDS = 1.0  # after a trial, until all that is told of its requests was taken away
 LOOKS_AFTER_DOUBT = 100_000  # steps of each kind before clients' requests are looked at once more
-
-logger = logging.getLogger("vllm.seamark")
 
 
 class Sent:
@@ -259,22 +258,40 @@ def _ranked(logprobs: Iterable[Any]) -> list[dict[int, float]]:
     return [dict(zip(*row, strict=True)) for table in tables for row in zip(*table, strict=True)]
 
 
-def try_drafts(original: Callable[..., None]) -> Callable[..., None]:
+@ours(
+    "own-trial",
+    f"{CORE}Proc.process_input_sockets",
+    why="an engine that drafts asks itself whether hits are right beside its drafts, before it gives any",
+    mentions=("self.input_queue.put_nowait((request_type, request))", "self.preprocess_add_request(req)"),
+    relies_on=(
+        Shape(
+            f"{CORE}Proc.__init__",
+            mentions=("self.has_coordinator = ", "target=self.process_input_sockets", "self.engines_running = "),
+        ),
+        Shape(f"{POOL}.evict_blocks", "self, block_ids"),
+        Shape(f"{POOL}.touch", "self, blocks"),
+        Shape(
+            f"{CORE}Proc._handle_client_request",
+            mentions=("req, request_wave = request", "self.add_request(req, request_wave)", "self.abort_requests("),
+        ),
+        Shape(f"{CORE}.preprocess_add_request", mentions=("return req, request.current_wave",)),
+        Shape(f"{CORE}Proc.is_running", "self"),
+        Shape(f"{CORE}.is_sleeping", "self"),
+        Shape(f"{SCHEDULER}.finish_requests", "self, request_ids, finished_status"),
+    ),
+)
+def try_drafts(self: Any, *args: Any, original: Function, **kwargs: Any) -> None:
     """Replacement of `EngineCoreProc.process_input_sockets`, the thread that an engine core starts once it is made."""
-
-    def process_input_sockets(self: Any, *args: Any, **kwargs: Any) -> None:
-        checkpoints = getattr(self.scheduler, "seamark", None)
-        # Several engines that step together wait for one another: without a coordinator nobody wakes the others.
-        can_step = self.has_coordinator or not hasattr(self, "dp_group")
-        if checkpoints is not None and checkpoints.drafts.state == ON_TRIAL:
-            turns = Turns(OwnRequests(self), checkpoints)
-            if can_step:
-                threading.Thread(target=turns.run, name="seamark-trial", daemon=True).start()
-            else:
-                turns.close("engines that step together are not tried without vLLM's coordinator")
-        original(self, *args, **kwargs)
-
-    return process_input_sockets
+    checkpoints = getattr(self.scheduler, "seamark", None)
+    # Several engines that step together wait for one another: without a coordinator nobody wakes the others.
+    can_step = self.has_coordinator or not hasattr(self, "dp_group")
+    if checkpoints is not None and checkpoints.drafts.state == ON_TRIAL:
+        turns = Turns(OwnRequests(self), checkpoints)
+        if can_step:
+            threading.Thread(target=turns.run, name="seamark-trial", daemon=True).start()
+        else:
+            turns.close("engines that step together are not tried without vLLM's coordinator")
+    original(self, *args, **kwargs)
 
 
 class Turns:
@@ -362,7 +379,6 @@ class Turns:
             self._own.wait(self._own.send(TrialQuestion([1, 2], tokens=1)))
 
     def close(self, why: str) -> None:
-        """Hints are off from now on."""
         gate = self._gate
         gate.why, gate.state = why, CLOSED
         self._checkpoints.refusal = gate.refusal

@@ -133,7 +133,7 @@ def _key_too_soon() -> None:
         return keep(self, request, state, [min(each + 2 * self._grid.unit, most) for each in positions])
 
     DraftWindows.keep = keep_soon
-    hooks.preflight = mock.Mock()  # which sees it, and refuses hints
+    hooks.preflight = mock.Mock(return_value="")  # which sees it, and refuses hints
 
 
 @_defect("a hit takes any block of a window")

@@ -17,9 +17,8 @@ import httpx
 import pytest
 
 from engine_patches import settings
-from engine_patches.footprint import REPORTS
-from engine_patches.reporting import addresses, collector, events_api, hooks, metrics, report
-from engine_patches.reporting.addresses import FOLDER, READ_AT
+from engine_patches.footprint import FOLDER, READ_AT, READ_INSIDE, REPORTS
+from engine_patches.reporting import collector, events_api, hooks, metrics, report
 from engine_patches.reporting.collector import Collector
 from engine_patches.reporting.events_api import METRICS_PATH, PATH, Feeds
 from engine_patches.reporting.hooks import collect_before_the_engines, keys_in
@@ -164,7 +163,7 @@ async def test_other_processes_of_the_same_server_read_without_a_key_and_no_othe
     at = Collector(("127.0.0.1", 0), ("right",))
     at.start(taking)
     assert at.folder.stat().st_mode & 0o777 == 0o700
-    transport = httpx.AsyncHTTPTransport(uds=str(at.folder / addresses.READ_INSIDE))
+    transport = httpx.AsyncHTTPTransport(uds=str(at.folder / READ_INSIDE))
     async with httpx.AsyncClient(transport=transport) as client:
         assert (await client.get(f"http://inside{PATH}")).status_code == 200
 

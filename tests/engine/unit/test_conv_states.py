@@ -79,10 +79,11 @@ def test_a_window_holds_the_inputs_before_its_position_at_any_offset(seed):
     build = conv_states.plan_ngram_states(lambda self, *_, **__: metadata)
     assert build(SimpleNamespace(layer_names=["layers.0"]), 0, drawn.common) is metadata
     ran: list[Any] = []
-    run = conv_states.keep_ngram_states(lambda *given: ran.append(given))
-    given = SimpleNamespace(conv_state_len=WIDTH, prefix="layers.0"), drawn.inputs, "residual", None, metadata
-    run(*given, drawn.state, "weights")
-    assert ran == [(*given, drawn.state, "weights")]
+    run = conv_states.keep_ngram_states(lambda *given, **tensors: ran.append((*given, tensors)))
+    layer = SimpleNamespace(conv_state_len=WIDTH, prefix="layers.0")
+    tensors = {"inputs": drawn.inputs, "residual": "residual", "metadata": metadata, "conv_state": drawn.state}
+    run(layer, **tensors)
+    assert ran == [(layer, tensors)]
     assert drawn.right and drawn.wrong(shift=seed % 2 * 10) == []
     RUNNING.step.check()
 

@@ -305,13 +305,13 @@ class Scene:
         return "ran"
 
     def ran_in_segments(self, factor: int) -> None:
-        assert self.seen == [("first", [0, 1, 2, 3]), ("second", [4, 5])] and LAYER in self.step._written
+        assert self.seen == [("first", [0, 1, 2, 3]), ("second", [4, 5])] and LAYER in self.step.written
         assert self.output.tolist() == [token * factor for token in range(TOKENS)]
         assert self.layer.kv_cache[0][7] == 1, "the state is kept once the first segment has run, and not again"
         assert self.by_layer == {LAYER: self.metadata}, "the step's metadata stands again"
 
     def ran_whole(self, factor: int, *, wrote: bool = False) -> None:
-        assert self.seen == [(self.metadata, list(range(TOKENS)))] and (LAYER in self.step._written) is wrote
+        assert self.seen == [(self.metadata, list(range(TOKENS)))] and (LAYER in self.step.written) is wrote
         assert self.output.tolist() == [token * factor for token in range(TOKENS)] and self.layer.kv_cache[0][7] == 0
 
 
@@ -376,7 +376,7 @@ def test_a_layer_without_metadata_runs_as_ever_and_a_step_that_writes_nothing_do
     scene = Scene(monkeypatch)
     scene.by_layer = by_layer
     run(core, scene)
-    assert [metadata for metadata, _ in scene.seen] == [None] and LAYER not in scene.step._written
+    assert [metadata for metadata, _ in scene.seen] == [None] and LAYER not in scene.step.written
     idle = Scene(monkeypatch, **in_segments())
     idle.step.writes = {}
     run(core, idle)

@@ -160,6 +160,7 @@ def test_each_module_is_patched_when_it_is_imported_and_functions_taken_from_it_
     out = begin(
         "cpu",
         """
+from inspect import signature
 wanted = applicable()
 plugin.register(); plugin.register()
 del sys.meta_path[[type(finder).__name__ for finder in sys.meta_path].index("NoModules")]
@@ -177,6 +178,7 @@ for patch in wanted:
         names.append(getattr(function, ledger.NAME))
         function = getattr(function, ledger.MARK)
     assert names.count(patch.name) == 1, (patch.name, names)
+    assert signature(ledger.resolve(patch.target).value) == signature(function), patch.name
 print(ledger.patches_live(), log.getvalue().splitlines())
 """,
     )

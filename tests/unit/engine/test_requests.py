@@ -10,7 +10,7 @@ import pytest
 from engine_patches.footprint import RUNNING, WRITES
 from engine_patches.forward import step_writes
 from engine_patches.forward.segments import _levels
-from engine_patches.forward.step_writes import StatesNotWritten, Step, Write, running_step, wrote_states
+from engine_patches.forward.step_writes import StatesNotWritten, Step, Write, wrote_states
 from engine_patches.scheduler import counters
 from engine_patches.scheduler.counters import REPORT_INTERVAL, AdmittedRequest, Counters
 from engine_patches.scheduler.planner import Grid, RequestState, Wish
@@ -172,7 +172,7 @@ def run(worker: Any, writes: Any, does: Any) -> Any:
     """One step that does so, and what it returns."""
 
     def execute_model(runner: Any, output: Any, *arguments: Any, **options: Any) -> Any:
-        step = running_step()
+        step = RUNNING.step
         assert step_writes.writes_nothing() is (step is not None and not writes)
         return does(step), arguments, options
 
@@ -180,7 +180,7 @@ def run(worker: Any, writes: Any, does: Any) -> Any:
     try:
         return step_writes.track_steps(execute_model)(worker, output, 1, a=2)
     finally:
-        assert running_step() is None, "after it nothing is known"
+        assert RUNNING.step is None, "after it nothing is known"
 
 
 @pytest.mark.parametrize(
