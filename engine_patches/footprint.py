@@ -10,7 +10,7 @@ What hangs on an object goes with it. Beside these names some of vLLM's own fiel
     MambaSpec          shapes: equal, with the promise of a layer (`forward.layers`)
     recurrent layers   the method that is their core (`families`)
     their builders     build, update_block_table (`forward.layers`)
-    BlockPool          free_blocks; four methods, if KV events are ours (`scheduler.kv_events`); the order of free blocks
+    BlockPool          free_blocks; four methods, if KV events are ours (`scheduler.kv_events`); order of free blocks
     Request            shared_prefix_boundary; lora_request; block_hashes of an adapter's prompt, made anew; the end of
                        a prompt that is prefilled for another worker; kv_transfer_params of one that is taken
     KVTransferConfig   kv_connector_extra_config, of our own connectors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class AdmittedRequest(Struct, array_like=True, frozen=True, tag="admitted"):
 
 
 class Counts(Struct, kw_only=True, omit_defaults=True):
-    """What has happened since the last report. Each `dict` is a `Counter`, which msgspec does not know."""
+    """What has happened since the last report. Each `dict` counts from 0, of a class that msgspec does not know."""
 
     written: dict[str, int] = field(default_factory=Counter)  # states by kind
     ignored: dict[str, int] = field(default_factory=Counter)  # hint entries by reason
@@ -55,7 +55,7 @@ class Counts(Struct, kw_only=True, omit_defaults=True):
     saved_seconds: float = 0.0  # prefill that was not computed, by the learnt step time
     spent_seconds: float = 0.0  # time that requests were held back
     # Seconds that requests waited behind long prompts, by the threshold (tokens) that would have let them by.
-    long_prefill_waits: dict[str, float] = field(default_factory=Counter)
+    long_prefill_waits: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     requests: list[AdmittedRequest] = field(default_factory=list)
     # Requests that are among those, now or earlier, and fates.
     pinned: list[tuple[str, str]] = field(default_factory=list)
