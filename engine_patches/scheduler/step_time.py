@@ -107,7 +107,8 @@ def _fitted(passes: list[tuple[float, float, float]], generating: list[float]) -
         deviation = np.maximum(np.abs(seconds / expected - 1), SCATTER)
         weights = np.sqrt(age * SCATTER / deviation) / expected
         rows = np.vstack([columns * weights[:, None], prior])
-        floor, token, state = np.linalg.lstsq(rows, np.append(seconds * weights, aim), rcond=None)[0].clip(0)
+        found = np.linalg.lstsq(rows, np.append(seconds * weights, aim), rcond=None)[0]
+        floor, token, state = found.clip(0).tolist()  # a report has room for no number of numpy's
         expected = np.maximum(columns @ [floor, token, state], usual / 20)
     least = (floor or usual) / MOST_TOKENS_PER_PASS
-    return PassTimes(float(floor), max(float(token) / 1000, least), float(state), decode or float(floor))
+    return PassTimes(floor, max(token / 1000, least), state, decode or floor)

@@ -127,6 +127,7 @@ def test_where_all_prompts_have_one_length_the_floor_is_that_of_generating_or_as
     assert step_time.seconds(2000, 1) == pytest.approx(0.66, rel=0.03)
     free = learnt(0.4, 0.0, (64, 200))  # short prompts take as long as shorter ones, and long ones may not
     assert 0 < free.tokens_worth(passes=1) <= MOST_TOKENS_PER_PASS * 1.001
+    assert {type(each) for each in (*step_time.pace, *free.pace)} == {float}, "a report has room for no other"
 
 
 ENGINE = ForecastEngine(budget=8192, chunk=8192, alignment=16, slots=256, tokens_per_pass=800)
