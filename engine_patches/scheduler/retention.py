@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +64,7 @@ class Retention:
         self._released: dict[bytes, KeptState] = {}  # given up for the share, and perhaps still cached
         self._in_block: dict[int, KeptState] = {}  # all of these states, by the ids of their blocks
         self._released_last: dict[bool, bytes] = {}  # by whether it is a rung: these go before all others
-        self.low: Mapping[int, bytes] = {}  # blocks that requests of low priority left, by id: their keys
+        self.low: dict[int, bytes] = {}  # blocks that requests of low priority left, by id: their keys
         self._windows: dict[bytes, list[tuple[Any, bytes]]] = {}  # of a draft head, by state: blocks with their keys
 
     def __len__(self) -> int:
@@ -130,16 +130,19 @@ class Retention:
         if left is not None and left in self._turns and left not in named and self._turns[left].free:
             self._release(left)
 
-    def refresh(self, keys: Iterable[bytes]) -> None:
-        """A deeper state was used: these shorter prefixes of it count as used."""
+    def refresh(self, keys: Iterable[bytes], low: bool) -> None:
+        """A request, of `low` priority or not, has used a deeper state: these shorter prefixes of it count as used."""
         cached = self._pool.cached_block_hash_to_block
         for key in keys:
-            state = self._find(key)
+            is_left = low and (known := self._state(key)) is not None and known.low  # goes first as before
+            state = None if is_left else self._find(key)
             if state is not None:
+                state.low = False
                 next(states for states in self._all if key in states).move_to_end(key)
                 rows = [block for block, name in self._windows.get(key, ()) if cached.contain(name, block.block_id)]
                 for block in (*state.blocks, *rows):
                     if block.ref_cnt == 0 and not block.is_null:
+                        self.low.pop(block.block_id, None)
                         self._pool.free_block_queue.remove(block)
                         self._pool.free_block_queue.append(block)
 

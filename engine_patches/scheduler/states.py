@@ -313,7 +313,7 @@ class States:
             self._spare.append(key)
         elif stored:
             self.offer(request, [position])
-        self.retention.refresh(self.keys.state_key(request, each) for each in passed)
+        self.retention.refresh((self.keys.state_key(request, each) for each in passed), low)
 
     def keep_windows(self, request: Any, state: RequestState, positions: Sequence[int]) -> None:
         """The step that is planned computes a request up to `positions`: a draft head's rows are found there."""

@@ -466,10 +466,15 @@ def test_the_rows_before_a_state_count_as_used_whenever_it_does(cache):
     cache.retention.add_window(key, [*held, (cache.pool.null_block, rows.block_hash)])
     cache.pool.evict_blocks({gone.block_id})
     cache.pool.free_blocks([rows, gone])
-    cache.retention.refresh([key])
-    assert cache.pool.free_block_queue.get_all_free_blocks()[-3:] == [*cache.blocks_of(key), rows]
+    cache.retention.low[rows.block_id], cache.retention._state(key).low = rows.block_hash, True
+    order = cache.pool.free_block_queue.get_all_free_blocks
+    before = order()
+    cache.retention.refresh([key], low=True)
+    assert order() == before and cache.retention.low
+    cache.retention.refresh([key], low=False)
+    assert order()[-3:] == [*cache.blocks_of(key), rows] and not cache.retention.low
     cache.pool.touch([rows])
-    cache.retention.refresh([key])  # a block that a request holds is in no queue
+    cache.retention.refresh([key], low=False)  # a block that a request holds is in no queue
     assert rows.ref_cnt == 1
 
 
