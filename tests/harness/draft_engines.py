@@ -42,7 +42,7 @@ ANSWER = 16  # tokens
 STARTED_ALL_THE_SAME = """
 import sys
 from engine_patches.commands import worker
-worker.cannot_draft = lambda *_: None
+worker.drafts = lambda flags: False
 sys.exit(worker.main(sys.argv[1:]))
 """
 

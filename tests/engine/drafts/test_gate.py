@@ -166,7 +166,7 @@ def test_an_engine_that_is_right_opens_by_itself_and_hits_all_it_owes_as_predict
         assert 'drafts="open"' in metrics and f'ahead="{ahead}"' in metrics
 
         # Who weighs drafts against hits asks the gateway, which knows where its worker counts drafts.
-        assert mine.main(["--base-url", gateway.url, "--lengths", "200", "500", "--pairs", "2"]) == 0
+        assert mine.main(["--base-url", gateway.url, "--shapes", "system", "--tokens", "200", "500"]) == 0
         table = capsys.readouterr().out
         steps = re.search(r"drafts: (\d\.\d\d) accepted per step, of ([\d,]+) steps", table)
         assert steps is not None and int(steps[2].replace(",", "")) > 0, table
