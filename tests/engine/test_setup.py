@@ -29,7 +29,11 @@ def test_the_printed_command_leads_to_a_hit_at_the_printed_address(model, tmp_pa
     settings = out / "seamark.toml"
     settings.write_text(settings.read_text().replace("port = 8080", f"port = {at_gateway}"))  # which may be taken here
     base_url = address.replace(":8080/", f":{at_gateway}/")
-    environment = {**ENGINE_ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    vllm = tmp_path / "bin" / "vllm"  # that of the CPU's build asks for a package of another name, and ends
+    vllm.parent.mkdir()
+    vllm.write_text(f'#!/bin/sh\nshift\nexec {shlex.quote(sys.executable)} -m engine_patches worker "$@"\n')
+    vllm.chmod(0o755)
+    environment = {**ENGINE_ENVIRONMENT, "PATH": f"{vllm.parent}:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with Servers(tmp_path) as servers:
         servers.start("gateway", at_gateway, shlex.split(command), environment).wait_until_ready("/ready")
         answers = [chat(base_url, question) for question in ("When is high tide?", "Which berth is free?")]
