@@ -150,8 +150,8 @@ async def test_each_data_parallel_rank_is_a_worker_whose_states_only_it_has(flee
         firsts = [chat(number, "A tide?") for number in range(len(SYSTEMS))]
         await asyncio.gather(*(ask(client, gateway.url, messages, MIN_TOKENS) for messages in firsts))
         answers = [await ask(client, gateway.url, chat(n, "Which wind?"), MIN_TOKENS) for n in range(len(SYSTEMS))]
-        workers = (await client.get(gateway.url + "/seamark/status")).json()["workers"]
-        assert len({worker["boot"] for worker in workers}) == 2
+        told = (await client.get(gateway.url + "/seamark/status")).json()["workers"]
+        assert len({worker["boot"] for worker in told}) == 2
         holders = set()
         for number, answer in enumerate(answers):
             assert answer.cached_tokens == oracle[number] > 0
