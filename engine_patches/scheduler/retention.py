@@ -134,9 +134,9 @@ class Retention:
         """A request, of `low` priority or not, has used a deeper state: these shorter prefixes of it count as used."""
         cached = self._pool.cached_block_hash_to_block
         for key in keys:
-            is_left = low and (known := self._state(key)) is not None and known.low  # goes first as before
-            state = None if is_left else self._find(key)
-            if state is not None:
+            state = self._state(key)
+            goes_first = low and state is not None and state.low  # as before
+            if not goes_first and (state := self._find(key)) is not None:
                 state.low = False
                 next(states for states in self._all if key in states).move_to_end(key)
                 rows = [block for block, name in self._windows.get(key, ()) if cached.contain(name, block.block_id)]

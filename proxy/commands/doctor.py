@@ -274,9 +274,9 @@ def _pool(metrics: WorkerMetrics, longest: object, cures: Cures) -> Iterator[Dia
 
 
 def _long_prefills(metrics: WorkerMetrics, cures: Cures) -> Iterator[Diagnosis]:
-    if metrics.threshold and metrics.long_prefill_waits >= 1:
+    if (bound := metrics.long_prefill_threshold) and metrics.long_prefill_waits >= 1:
         text = f"requests waited {metrics.long_prefill_waits:,.0f} s in all behind long prompts, which took whole steps"
-        flag, but = f"--long-prefill-token-threshold {metrics.threshold}", "long prompts then come later, others sooner"
+        flag, but = f"--long-prefill-token-threshold {bound}", "long prompts then come later, others sooner"
         yield Diagnosis(True, text, cures.flag(flag, but))
 
 

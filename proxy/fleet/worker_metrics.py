@@ -132,7 +132,7 @@ class WorkerMetrics(NamedTuple):
     connector: str = ""  # as of `EngineInfo`, whatever the plugin's release
     lane: str = ""
     long_prefill_waits: float = 0.0  # seconds that requests waited behind long prompts, in all
-    threshold: int | None = None  # tokens of such a prompt in a step that would have let them by; None: not told
+    long_prefill_threshold: int | None = None  # tokens a step, of such a prompt, that would have let them by
 
 
 def samples_in(text: str) -> Iterator[Sample]:

@@ -128,7 +128,7 @@ def worker_status(worker: Worker, gateway: Gateway) -> dict[str, Any]:
         "reports": {"url": worker.probed.reports.url, "why_not": worker.probed.reports.why_not},
         "models": [entry.get("id") for entry in worker.probed.models],
         "drafts": drafts_status(worker),
-        "long_prefills": {"waits": metrics.long_prefill_waits, "threshold": metrics.threshold},
+        "long_prefills": {"waits": metrics.long_prefill_waits, "threshold": metrics.long_prefill_threshold},
         "engine": asdict(worker.engine) if worker.engine is not None else None,
         "templates": {
             model: template_status(facts.facts(renderer_id) if (renderer_id := worker.renderer_id(model)) else None)
